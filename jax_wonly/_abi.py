@@ -1,0 +1,34 @@
+"""Names and attribute values of the custom calls: the Python twin of ``ffi/abi.h``."""
+
+from enum import IntEnum
+
+MATMUL = "wonly_matmul_v1"
+QUANTIZE = "wonly_quantize_v1"
+DEQUANTIZE = "wonly_dequantize_v1"
+
+
+class ShiftMode(IntEnum):
+    """How a group's second parameter enters: not at all, as a zero point, or as an offset."""
+
+    NONE = 0
+    ZEROS = 1
+    OFFSETS = 2
+
+
+class Activation(IntEnum):
+    """What is applied to the product after the bias (``GELU`` is the tanh form, as ``jax.nn.gelu``'s default)."""
+
+    NONE = 0
+    RELU = 1
+    RELU6 = 2
+    GELU = 3
+    SILU = 4
+
+
+class QuantizeMode(IntEnum):
+    """Symmetric absmax, or minmax with uint8 zeros, floating zeros, or floating offsets."""
+
+    SYMMETRIC = 0
+    INTEGER_ZEROS = 1
+    FLOAT_ZEROS = 2
+    OFFSETS = 3
