@@ -25,4 +25,6 @@ enum class QuantizeMode : int64_t { kSymmetric = 0, kIntegerZeros = 1, kFloatZer
 // Element types the kernels know, apart from any framework's numbering.
 enum class DType : int32_t { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3 };
 
+constexpr int element_size(DType type) { return type == DType::kF32 ? 4 : type == DType::kU8 ? 1 : 2; }
+
 }  // namespace wonly
