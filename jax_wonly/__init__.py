@@ -1,0 +1,32 @@
+"""Fast int4 and int8 weight-only quantized matrix products for JAX.
+
+>>> import jax_wonly as jw
+>>> qt = jw.quantize(w, bits=4, group_size=128)
+>>> y = jw.matmul(x, qt)
+"""
+
+from jax_wonly._ffi import Status, ensure_registered, export_disabled_checks, status
+from jax_wonly._format import FORMAT_VERSION, pack, unpack
+from jax_wonly._matmul import matmul
+from jax_wonly._quantize import dequantize, quantize
+from jax_wonly._tensor import QuantizedTensor
+from jax_wonly._version import __version__
+from jax_wonly.primitives.matmul import checkpoint_policy
+
+# At import, so that a deserialised program finds its handlers without having traced anything.
+ensure_registered()
+
+__all__ = [
+    "FORMAT_VERSION",
+    "QuantizedTensor",
+    "Status",
+    "__version__",
+    "checkpoint_policy",
+    "dequantize",
+    "export_disabled_checks",
+    "matmul",
+    "pack",
+    "quantize",
+    "status",
+    "unpack",
+]

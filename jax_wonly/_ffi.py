@@ -1,0 +1,194 @@
+"""Loads the compiled modules and registers their custom-call handlers.
+
+``JAX_WONLY_IMPLEMENTATION`` in the environment (``xla``, ``cpu``, ``cuda`` or ``dequantize``) overrides ``implementation=None`` of
+every operation at the time it is traced.
+"""
+
+import functools
+import importlib
+import os
+import re
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.ffi
+import jaxlib
+
+# XLA's custom-call platform names for the two modules.
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+IMPLEMENTATIONS = ("xla", "cpu", "cuda", "dequantize")
+
+_lock = threading.Lock()
+_reasons: dict[str, str | None] | None = None
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Status:
+    """What can run here: whether each platform's kernels are registered, and if not, why."""
+
+    cpu: bool
+    cuda: bool
+    cpu_reason: str | None
+    cuda_reason: str | None
+    jaxlib: str
+    ffi_api: tuple[int, int]
+
+    def __str__(self) -> str:
+        def line(name: str, ok: bool, reason: str | None) -> str:
+            return f"{name}: {'kernels registered' if ok else f'XLA implementation ({reason})'}"
+
+        api = ".".join(map(str, self.ffi_api))
+        return "\n".join(
+            (
+                f"jaxlib {self.jaxlib} (FFI API {api})",
+                line("cpu", self.cpu, self.cpu_reason),
+                line("cuda", self.cuda, self.cuda_reason),
+            )
+        )
+
+
+@functools.cache
+def runtime_ffi_api() -> tuple[int, int]:
+    """The FFI API version of the running jaxlib, read from the header that it ships."""
+    text = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if not all(found):
+        raise ImportError(
+            f"jax_wonly cannot read the FFI API version of jaxlib {jaxlib.__version__}; install jax 0.9.1 or newer."
+        )
+    major, minor = (int(m.group(1)) for m in found if m)
+    return major, minor
+
+
+def _api_mismatch(module: str, built: tuple[int, int]) -> str | None:
+    """Why a binary built against FFI API ``built`` may not be registered here, or None where it may."""
+    major, minor = runtime_ffi_api()
+    # A runtime refuses handlers of a newer API, and a refused CPU handler leaves JAX without its CPU backend.
+    if built[0] == major and built[1] <= minor:
+        return None
+    return (
+        f"{module} was built against XLA FFI API {built[0]}.{built[1]}, but jaxlib {jaxlib.__version__} has {major}.{minor}: "
+        f"upgrade jax, or rebuild jax_wonly against this jaxlib (pip install --no-build-isolation)"
+    )
+
+
+def _load(platform: str) -> str | None:
+    """Registers one module's handlers; returns why it could not, or None."""
+    name = f"jax_wonly._{platform}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        how = " (build with JAX_WONLY_CUDA=ON)" if platform == "cuda" else ""
+        return f"{name} is not part of this installation{how}"
+    except ImportError as error:
+        return f"{name} does not load: {error}"
+    mismatch = _api_mismatch(name, tuple(module.ffi_api_version()))
+    if mismatch:
+        if platform == "cpu":
+            raise ImportError(mismatch)
+        return mismatch
+    for target, handler in module.registrations().items():
+        jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[platform], api_version=1)
+    return None
+
+
+def ensure_registered() -> dict[str, str | None]:
+    """Registers what is installed, once; returns for each platform why its kernels are unavailable, or None.
+
+    Raises:
+      ImportError: the CPU binary was built against a newer FFI API than the running jaxlib has.
+    """
+    global _reasons
+    if _reasons is None:
+        with _lock:
+            if _reasons is None:
+                _reasons = {platform: _load(platform) for platform in _PLATFORMS}
+    return _reasons
+
+
+def status() -> Status:
+    """Says which platforms have compiled kernels here, and why the others do not."""
+    reasons = ensure_registered()
+    return Status(
+        cpu=reasons["cpu"] is None,
+        cuda=reasons["cuda"] is None,
+        cpu_reason=reasons["cpu"],
+        cuda_reason=reasons["cuda"],
+        jaxlib=jaxlib.__version__,
+        ffi_api=runtime_ffi_api(),
+    )
+
+
+def resolve_implementation(implementation: str | None) -> str | None:
+    """Checks ``implementation`` and applies the environment's override to ``None``."""
+    name = "implementation"
+    if implementation is None:
+        implementation = os.environ.get("JAX_WONLY_IMPLEMENTATION") or None
+        name = "JAX_WONLY_IMPLEMENTATION"
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        accepted = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"jax_wonly: {name}={implementation!r} is not supported; accepted: None, {accepted}.")
+    return implementation
+
+
+def _gpu_here() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
+
+
+def use_native(implementation: str | None, platform: str) -> bool:
+    """Whether an operation lowered for ``platform`` calls the compiled kernels; otherwise it uses XLA's operations.
+
+    Warns once when it has to fall back on a platform that is present.
+
+    Raises:
+      ValueError: ``implementation`` names another platform's kernels, or kernels that are not installed.
+    """
+    if implementation == "xla":
+        return False
+    if implementation in _PLATFORMS and implementation != platform:
+        raise ValueError(
+            f"jax_wonly: implementation={implementation!r} was asked for, but the computation is lowered for {platform!r}; "
+            f"accepted there: None, {platform!r}, 'dequantize', 'xla'."
+        )
+    if platform not in _PLATFORMS:
+        return False
+    reason = ensure_registered()[platform]
+    if reason is None:
+        return True
+    present = platform == "cpu" or _gpu_here()
+    if implementation == platform:
+        if present:
+            raise ValueError(f"jax_wonly: implementation={implementation!r} is not available: {reason}.")
+        return True  # lowered here (jax.export) to run where the kernels are installed
+    if present:
+        with _lock:
+            first = platform not in _warned
+            _warned.add(platform)
+        if first:
+            warnings.warn(
+                f"jax_wonly: no compiled kernels for {platform!r}, using the slower XLA implementation: {reason}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    return False
+
+
+def export_disabled_checks() -> list:
+    """The ``disabled_checks=`` that ``jax.export.export`` needs for programs which call this package's kernels.
+
+    The calls are versioned: a serialised program runs wherever ``jax_wonly`` of the same interface version is imported.
+    """
+    import jax.export
+
+    from jax_wonly import _abi
+
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in (_abi.MATMUL, _abi.QUANTIZE, _abi.DEQUANTIZE)]

@@ -1,0 +1,117 @@
+"""The packed weight format, version 1: the Python twin of ``ffi/layout.h`` (``docs/format.md`` is the prose).
+
+A weight ``W[K, N]`` (inputs x outputs) of unsigned codes is stored as ``uint32[..., ceil(N / 64), ceil(K / tile_k), 512]``, where a
+tile spans ``tile_k`` = 64 inputs (int4) or 32 (int8). Inside a tile, with ``n = 16 atom + 8 high + g`` and ``k`` as below, the
+code lies in word ``128 atom + 4 (4g + t) + 2 half + high``:
+
+- int4: ``k = 32 half + 8 pair + 2t + odd``, nibble ``pair + 4 odd`` of the word;
+- int8: ``k = 16 half + 8 pair + 2t + odd``, byte ``pair + 2 odd`` of the word.
+"""
+
+import jax
+import jax.numpy as jnp
+
+FORMAT_VERSION = 1
+TILE_N = 64
+TILE_WORDS = 512
+BITS = (4, 8)
+GROUP_SIZES = (32, 64, 128, 256)
+
+# The axes of one tile grid, from codes [K, N] to words and back: k = (Kt, half, pair, t, odd), n = (Nt, atom, high, g).
+_CODES_TO_WORDS = (5, 0, 6, 8, 3, 1, 7, 4, 2)  # -> (Nt, Kt, atom, g, t, half, high, odd, pair)
+_WORDS_TO_CODES = (1, 5, 8, 4, 7, 0, 2, 6, 3)
+
+
+def tile_k(bits: int) -> int:
+    """Inputs that one tile spans."""
+    return 64 if bits == 4 else 32
+
+
+def bias_of(bits: int) -> int:
+    """The code that stands for weight zero under symmetric quantization, and for padding: 8 or 128."""
+    return 1 << (bits - 1)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def tiles(bits: int, k: int, n: int) -> tuple[int, int]:
+    """Tiles along the outputs and along the inputs of a ``[k, n]`` weight."""
+    return ceil_div(n, TILE_N), ceil_div(k, tile_k(bits))
+
+
+def packed_shape(bits: int, k: int, n: int) -> tuple[int, int, int]:
+    """Shape of the packed array of a ``[k, n]`` weight, without leading axes."""
+    return (*tiles(bits, k, n), TILE_WORDS)
+
+
+def check_bits(bits: object) -> int:
+    if bits not in BITS or isinstance(bits, bool):
+        raise ValueError(f"jax_wonly: bits={bits!r} is not supported; accepted: 4, 8.")
+    return int(bits)  # type: ignore[call-overload]
+
+
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Packs unsigned codes.
+
+    Args:
+      codes: uint8 ``[..., K, N]``, each below ``2**bits`` (higher bits are ignored). Weight zero is 8 (int4) or 128 (int8)
+        unless zeros or offsets go with it.
+      bits: 4 or 8.
+
+    Returns:
+      uint32 ``[..., ceil(N / 64), ceil(K / tile_k), 512]``; padding holds the code 8 or 128.
+
+    Raises:
+      TypeError: ``codes`` is not uint8.
+      ValueError: ``bits`` is not 4 or 8, or ``codes`` has fewer than two axes or no element.
+    """
+    bits = check_bits(bits)
+    codes = jnp.asarray(codes)
+    if codes.dtype != jnp.uint8:
+        raise TypeError(f"jax_wonly: codes has dtype {codes.dtype}; accepted: uint8.")
+    if codes.ndim < 2 or 0 in codes.shape[-2:]:
+        raise ValueError(f"jax_wonly: codes has shape {codes.shape}; accepted: [..., K, N] with K, N >= 1.")
+    *lead, k, n = codes.shape
+    nt, kt = tiles(bits, k, n)
+    pad = [(0, 0)] * len(lead) + [(0, kt * tile_k(bits) - k), (0, nt * TILE_N - n)]
+    codes = jnp.pad(codes, pad, constant_values=bias_of(bits))
+    pairs = 16 // bits
+    codes = codes.reshape(*lead, kt, 2, pairs, 4, 2, nt, 4, 2, 8)
+    codes = codes.transpose(*range(len(lead)), *(a + len(lead) for a in _CODES_TO_WORDS))
+    shifts = (jnp.arange(2 * pairs, dtype=jnp.uint32) * bits).reshape(2, pairs)
+    words = (codes.astype(jnp.uint32) & ((1 << bits) - 1)) << shifts
+    return words.sum((-2, -1), dtype=jnp.uint32).reshape(*lead, nt, kt, TILE_WORDS)
+
+
+def unpack(qw: jax.Array, bits: int, k: int, n: int) -> jax.Array:
+    """The unsigned codes, uint8 ``[..., k, n]``, of a packed array; the inverse of :func:`pack`.
+
+    Raises:
+      TypeError: ``qw`` is not uint32.
+      ValueError: ``bits`` is not 4 or 8, or ``qw`` is not the packed shape of a ``[k, n]`` weight.
+    """
+    bits = check_bits(bits)
+    qw = jnp.asarray(qw)
+    check_packed(qw, bits, k, n)
+    lead = qw.shape[:-3]
+    nt, kt = qw.shape[-3:-1]
+    pairs = 16 // bits
+    shifts = (jnp.arange(2 * pairs, dtype=jnp.uint32) * bits).reshape(2, pairs)
+    words = qw.reshape(*lead, nt, kt, 4, 8, 4, 2, 2, 1, 1)
+    codes = ((words >> shifts) & ((1 << bits) - 1)).astype(jnp.uint8)
+    codes = codes.transpose(*range(len(lead)), *(a + len(lead) for a in _WORDS_TO_CODES))
+    return codes.reshape(*lead, kt * tile_k(bits), nt * TILE_N)[..., :k, :n]
+
+
+def check_packed(qw, bits: int, k: int, n: int, name: str = "qw") -> None:
+    """Raises unless ``qw`` is ``uint32[..., *packed_shape(bits, k, n)]``."""
+    if qw.dtype != jnp.uint32:
+        raise TypeError(f"jax_wonly: {name} has dtype {qw.dtype}; accepted: uint32 (the packed format).")
+    expected = packed_shape(bits, k, n)
+    if qw.ndim < 3 or tuple(qw.shape[-3:]) != expected:
+        raise ValueError(
+            f"jax_wonly: {name} has shape {tuple(qw.shape)}; accepted: [..., {', '.join(map(str, expected))}] for an "
+            f"int{bits} weight with K={k}, N={n} (packed format version {FORMAT_VERSION})."
+        )

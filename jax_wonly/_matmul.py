@@ -1,0 +1,172 @@
+"""The product of activations with quantized weights."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_wonly import _ffi
+from jax_wonly._abi import Activation, ShiftMode
+from jax_wonly._quantize import shift_mode_of
+from jax_wonly._tensor import QuantizedTensor
+from jax_wonly._validate import broadcast_leads, check_array, check_finite, check_float_dtype, check_weights
+from jax_wonly.primitives.matmul import Params
+from jax_wonly.primitives.matmul import matmul as _bind
+
+ACTIVATIONS = {a.name.lower(): a for a in Activation if a != Activation.NONE}
+
+
+def matmul(
+    x,
+    qw,
+    scales=None,
+    zeros=None,
+    offsets=None,
+    bias=None,
+    *,
+    bits: int | None = None,
+    activation: str | None = None,
+    preferred_element_type=None,
+    precision=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``activation(x @ w + bias)`` with ``w = (q - zeros) * scales`` or ``q * scales + offsets``, without ever storing ``w``.
+
+    Sums are float32 whatever the types. Differentiable in x, scales, floating zeros, offsets and bias. Leading axes of the weights
+    and those of ``x [..., M, K]`` broadcast as in :func:`jax.numpy.matmul`; shared weights are never copied.
+
+    Args:
+      x: float16, bfloat16 or float32 ``[..., K]``.
+      qw: a :class:`QuantizedTensor`, or a packed array uint32 ``[..., ceil(N / 64), ceil(K / tile_k), 512]``.
+      scales: with a packed array, float16, bfloat16 or float32 ``[..., K / group_size, N]``; ``[..., 1, N]`` is per channel.
+      zeros: uint8 or floating ``[..., K / group_size, N]``, or None: ``2**(bits - 1)``, or offsets.
+      offsets: floating ``[..., K / group_size, N]``, or None.
+      bias: floating ``[..., N]``, or None.
+      bits: 4 or 8; follows from the shapes unless K <= 32.
+      activation: None, ``"relu"``, ``"relu6"``, ``"gelu"`` (the tanh form) or ``"silu"``.
+      preferred_element_type: type of the result; default: that of x.
+      precision: as in JAX, for the cases where weights are dequantized for a dense product. None keeps float32 accuracy for float32
+        x; ``"highest"`` also keeps dequantized weights in float32 for 16-bit x.
+      implementation: None (best for the platform), ``"cpu"`` or ``"cuda"`` (the fused kernel of that platform, or an error),
+        ``"dequantize"`` (compiled dequantization, then a dense product), or ``"xla"`` (XLA's operations alone).
+
+    Returns:
+      ``[..., N]``.
+
+    Raises:
+      TypeError: an argument has a wrong type or dtype.
+      ValueError: shapes do not fit, or an option is not one of those accepted.
+    """
+    if isinstance(qw, QuantizedTensor):
+        if any(a is not None for a in (scales, zeros, offsets, bits)):
+            raise TypeError("jax_wonly: a QuantizedTensor carries its scales, zeros, offsets and bits; pass none of them.")
+        weights = qw
+        qw, scales, zeros, offsets, bits = weights.qvalue, weights.scales, weights.zeros, weights.offsets, weights.bits
+        expected_k = weights.k
+    else:
+        expected_k = None
+    check_array("x", x)
+    if len(x.shape) == 0:
+        raise ValueError("jax_wonly: x has shape (); accepted: [..., K].")
+    k = x.shape[-1]
+    if expected_k is not None and k != expected_k:
+        raise ValueError(f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., {expected_k}], the K of the weights.")
+    if k == 0:
+        raise ValueError(f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., K] with K >= 1.")
+    bits, k, n = check_weights(qw, scales, zeros, offsets, bits=bits, k=k)
+    if bias is not None:
+        check_array("bias", bias)
+        if len(bias.shape) == 0 or bias.shape[-1] != n:
+            raise ValueError(f"jax_wonly: bias has shape {tuple(bias.shape)}; accepted: [..., {n}].")
+        check_finite("bias", bias)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(
+            f"jax_wonly: activation={activation!r} is not supported; accepted: None, {', '.join(map(repr, ACTIVATIONS))}."
+        )
+    out_dtype = x.dtype
+    if preferred_element_type is not None:
+        out_dtype = check_float_dtype("preferred_element_type", preferred_element_type)
+
+    shift_mode = shift_mode_of(zeros, offsets)
+    operands = [a for a in (x, qw, scales, zeros, offsets, bias) if a is not None]
+    leads = {"x": x.shape[:-2], "qw": qw.shape[:-3], "scales": scales.shape[:-2]}
+    if zeros is not None:
+        leads["zeros"] = zeros.shape[:-2]
+    if offsets is not None:
+        leads["offsets"] = offsets.shape[:-2]
+    if bias is not None:
+        leads["bias"] = bias.shape[:-1]
+    broadcast_leads(**leads)
+    params = Params(
+        bits=bits,
+        shift_mode=shift_mode,
+        has_bias=bias is not None,
+        activation=Activation.NONE if activation is None else ACTIVATIONS[activation],
+        transpose=False,
+        k=k,
+        out_dtype=jnp.dtype(out_dtype),
+        precision=_resolve_precision(precision),
+        implementation=_ffi.resolve_implementation(implementation),
+    )
+    return _matmul(*operands, params=params)
+
+
+def _resolve_precision(precision) -> lax.Precision | None:
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+        try:
+            return None if precision is None else lax.Precision(precision)
+        except ValueError:  # the configuration may name an algorithm, which only XLA's own products know
+            return None
+    try:
+        return lax.Precision(precision)
+    except ValueError:
+        raise ValueError(
+            f"jax_wonly: precision={precision!r} is not supported; accepted: None, 'default', 'high', 'highest' or a "
+            "jax.lax.Precision."
+        ) from None
+
+
+@partial(jax.jit, static_argnames="params", inline=True)
+def _matmul(x, qw, scales, *rest, params: Params):
+    operands = (x, qw, scales, *rest)
+    ranks = [2, 3, 2] + [2] * (params.shift_mode != ShiftMode.NONE) + [1] * params.has_bias
+    vector = x.ndim == 1
+    if vector:
+        x = x[None]
+        operands = (x, *operands[1:])
+    leads = [a.shape[: a.ndim - rank] for a, rank in zip(operands, ranks, strict=True)]
+    if not any(leads[1:]):
+        y = _bind(x.reshape(1, -1, params.k), *(a[None] for a in operands[1:]), params=params)
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
+    else:
+        y = _batched(operands, leads, params)
+    return y[..., 0, :] if vector else y
+
+
+def _batched(operands, leads, params: Params):
+    """One vmap for each leading axis: the batching rule knows which axes fold into M and which are the kernels' batch."""
+
+    def product(*arrays):
+        return _bind(*(a[None] for a in arrays), params=params).squeeze(0)
+
+    rank = max(map(len, leads))
+    batch = broadcast_leads(**{str(i): lead for i, lead in enumerate(leads)})
+    function = product
+    arrays = [a.reshape(*(1,) * (rank - len(lead)), *a.shape) for a, lead in zip(operands, leads, strict=True)]
+    leads = [(1,) * (rank - len(lead)) + lead for lead in leads]
+    for axis in reversed(range(rank)):
+        # An axis of size 1 in all operands goes with x, which costs nothing.
+        mapped = [lead[axis] != 1 or (batch[axis] == 1 and i == 0) for i, lead in enumerate(leads)]
+        function = jax.vmap(_squeezing(function, mapped), in_axes=tuple(0 if m else None for m in mapped))
+    return function(*arrays)
+
+
+def _squeezing(function, mapped):
+    """``function`` without the leading axis of size 1 of those operands that are not mapped over it."""
+
+    def squeezed(*arrays):
+        return function(*(a if m else a.squeeze(0) for a, m in zip(arrays, mapped, strict=True)))
+
+    return squeezed

@@ -1,0 +1,215 @@
+"""The quantized weight as one value."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_wonly._format import FORMAT_VERSION
+from jax_wonly._validate import check_weights
+
+_FORMAT_NAME = "jax_wonly"
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("qvalue", "scales", "zeros", "offsets"),
+    meta_fields=("bits", "k", "n"),
+)
+@dataclass(frozen=True, repr=False, eq=False)
+class QuantizedTensor:
+    """A weight ``[..., K, N]`` of int4 or int8 codes with scales: a pytree that goes wherever an array goes in JAX.
+
+    Attributes:
+      qvalue: packed codes, uint32 ``[..., ceil(N / 64), ceil(K / tile_k), 512]``.
+      scales: ``[..., K / group_size, N]``.
+      zeros: ``[..., K / group_size, N]`` or None: ``w = (q - zeros) * scales``; None without offsets means ``2**(bits - 1)``.
+      offsets: ``[..., K / group_size, N]`` or None: ``w = q * scales + offsets``.
+      bits: 4 or 8.
+      k, n: inputs and outputs. Leading axes (layers, experts) are those of the arrays, so that ``vmap`` and ``scan`` see them.
+    """
+
+    qvalue: Any
+    scales: Any
+    zeros: Any = None
+    offsets: Any = None
+    bits: int = field(kw_only=True)
+    k: int = field(kw_only=True)
+    n: int = field(kw_only=True)
+
+    format_version: ClassVar[int] = FORMAT_VERSION
+    # NumPy must leave `array @ tensor` to __rmatmul__.
+    __array_ufunc__: ClassVar[None] = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(..., K, N)``."""
+        return (*self.qvalue.shape[:-3], self.k, self.n)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self):
+        """The type that :meth:`dequantize` gives by default: that of the scales."""
+        return self.scales.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale; K for per-channel scales."""
+        return self.k // self.scales.shape[-2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take, padding of the packed format included."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self)
+
+    @property
+    def nbytes_dense(self) -> int:
+        """Bytes of the dense weight in :attr:`dtype`."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __iter__(self) -> Iterator[Any]:
+        """``(qvalue, scales)``, then the zeros or the offsets if there are any."""
+        return (a for a in (self.qvalue, self.scales, self.zeros, self.offsets) if a is not None)
+
+    def __repr__(self) -> str:
+        try:
+            shape = ", ".join(map(str, self.shape))
+            kind = "symmetric"
+            if self.zeros is not None:
+                kind = f"zeros {self.zeros.dtype}"
+            elif self.offsets is not None:
+                kind = f"offsets {self.offsets.dtype}"
+            return (
+                f"QuantizedTensor(int{self.bits}[{shape}], group_size={self.group_size}, {kind}, scales {self.scales.dtype}, "
+                f"{_readable(self.nbytes)})"
+            )
+        except (AttributeError, TypeError, IndexError):  # tree transformations may put anything in the place of arrays
+            return (
+                f"QuantizedTensor(qvalue={self.qvalue!r}, scales={self.scales!r}, zeros={self.zeros!r}, "
+                f"offsets={self.offsets!r}, bits={self.bits}, k={self.k}, n={self.n})"
+            )
+
+    def __getitem__(self, index) -> "QuantizedTensor":
+        """Indexes the leading axes only: ``stacked[3]`` is the weight of layer 3."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if parts and parts[-1] is Ellipsis:
+            parts = parts[:-1]
+        if any(p is Ellipsis for p in parts):
+            raise IndexError(f"jax_wonly: index {index!r} is not supported; accepted: indices of the leading axes.")
+        used = sum(0 if p is None else getattr(p, "ndim", 0) if getattr(p, "dtype", None) == bool else 1 for p in parts)
+        if used > self.ndim - 2:
+            raise IndexError(
+                f"jax_wonly: index {index!r} reaches K or N of a QuantizedTensor of shape {self.shape}; accepted: indices of its "
+                f"{self.ndim - 2} leading axes (dequantize() it to slice inside)."
+            )
+        return jax.tree.map(lambda a: a[parts], self)
+
+    def __rmatmul__(self, x) -> jax.Array:
+        from jax_wonly._matmul import matmul
+
+        return matmul(x, self)
+
+    def __matmul__(self, other):
+        raise TypeError(
+            "jax_wonly: a QuantizedTensor stands on the right of a product: x @ qt with x [..., K]. Use qt.dequantize() @ y otherwise."
+        )
+
+    @property
+    def T(self):  # noqa: N802
+        raise TypeError(
+            "jax_wonly: a QuantizedTensor has no transpose, because its packing and scales go along K. Quantize w.T, or use "
+            "qt.dequantize().T."
+        )
+
+    def __array__(self, *_, **__):
+        raise TypeError("jax_wonly: a QuantizedTensor is not converted to an array implicitly; use qt.dequantize().")
+
+    def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
+        """The dense weight ``[..., K, N]``; see :func:`jax_wonly.dequantize`."""
+        from jax_wonly._quantize import dequantize
+
+        return dequantize(self, dtype=dtype, implementation=implementation)
+
+    def astype(self, dtype) -> "QuantizedTensor":
+        """The same codes with scales, float zeros and offsets of another floating type."""
+
+        def cast(a):
+            return a.astype(dtype) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a
+
+        return QuantizedTensor(
+            self.qvalue, cast(self.scales), cast(self.zeros), cast(self.offsets), bits=self.bits, k=self.k, n=self.n
+        )
+
+    def to_arrays(self, name: str = "") -> tuple[dict[str, jax.Array], dict[str, str]]:
+        """Arrays and string metadata, as safetensors stores them; several tensors share a file under different names.
+
+        Returns:
+          ``(arrays, metadata)`` with keys ``name.qvalue``, ``name.scales``, ... and ``name.bits``, ``name.format_version``, ...; plain
+          ones where ``name`` is empty.
+        """
+        prefix = f"{name}." if name else ""
+        arrays = {
+            prefix + part: value
+            for part in ("qvalue", "scales", "zeros", "offsets")
+            if (value := getattr(self, part)) is not None
+        }
+        metadata = {
+            "format": _FORMAT_NAME,
+            "format_version": str(FORMAT_VERSION),
+            "bits": str(self.bits),
+            "k": str(self.k),
+            "n": str(self.n),
+        }
+        return arrays, {prefix + key: value for key, value in metadata.items()}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Any], metadata: Mapping[str, str], name: str = "") -> "QuantizedTensor":
+        """The inverse of :meth:`to_arrays`; other entries of the two mappings are ignored.
+
+        Raises:
+          ValueError: an entry is missing, the arrays are not of another format or version, or they do not fit each other.
+        """
+        prefix = f"{name}." if name else ""
+
+        def get(key: str) -> str:
+            if prefix + key not in metadata:
+                raise ValueError(f"jax_wonly: metadata has no {prefix + key!r}; accepted: what to_arrays() returned.")
+            return metadata[prefix + key]
+
+        if (found := get("format")) != _FORMAT_NAME:
+            raise ValueError(f"jax_wonly: metadata has {prefix}format={found!r}; accepted: {_FORMAT_NAME!r}.")
+        if (found := get("format_version")) != str(FORMAT_VERSION):
+            raise ValueError(
+                f"jax_wonly: {prefix}format_version={found!r} of the packed arrays is not supported; accepted: "
+                f"'{FORMAT_VERSION}'. Quantize the dense weights again, or read them with the version of jax_wonly that wrote them."
+            )
+        missing = [prefix + part for part in ("qvalue", "scales") if prefix + part not in arrays]
+        if missing:
+            raise ValueError(f"jax_wonly: arrays have no {', '.join(map(repr, missing))}.")
+        try:
+            bits, k, n = (int(get(key)) for key in ("bits", "k", "n"))
+        except ValueError as error:
+            raise ValueError(f"jax_wonly: bits, k and n in the metadata of {name!r} must be integers: {error}") from error
+        qvalue, scales = arrays[prefix + "qvalue"], arrays[prefix + "scales"]
+        zeros, offsets = arrays.get(prefix + "zeros"), arrays.get(prefix + "offsets")
+        check_weights(qvalue, scales, zeros, offsets, bits=bits, k=k)
+        if scales.shape[-1] != n:
+            raise ValueError(f"jax_wonly: {prefix}scales has shape {tuple(scales.shape)}; accepted: [..., groups, {n}].")
+        return cls(
+            *(None if a is None else jnp.asarray(a) for a in (qvalue, scales, zeros, offsets)), bits=bits, k=k, n=n
+        )
+
+
+def _readable(size: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024  # type: ignore[assignment]
+    return f"{size:.1f} GiB"

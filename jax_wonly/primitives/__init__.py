@@ -1,0 +1,1 @@
+"""One file per operation, with its abstract evaluation, lowerings and transformation rules together."""

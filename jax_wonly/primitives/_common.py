@@ -1,0 +1,53 @@
+"""What the rules of several operations share."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
+
+NATIVE_PLATFORMS = ("cpu", "cuda")
+
+
+def make_primitive(name: str, *, multiple_results: bool = False) -> Primitive:
+    """A primitive whose eager evaluation compiles it."""
+    primitive = Primitive(name)
+    primitive.multiple_results = multiple_results
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
+    return primitive
+
+
+def register_lowerings(primitive: Primitive, evaluate: Callable) -> None:
+    """Lowers to what ``evaluate(*operands, platform=..., **params)`` traces to, on every platform."""
+    multiple = primitive.multiple_results
+    for platform in NATIVE_PLATFORMS:
+        rule = mlir.lower_fun(partial(evaluate, platform=platform), multiple_results=multiple)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    mlir.register_lowering(primitive, mlir.lower_fun(partial(evaluate, platform="other"), multiple_results=multiple))
+
+
+def move_front(array: jax.Array, axis: int | None) -> jax.Array:
+    """The mapped axis first, or a new axis of size 1 where the operand is not mapped."""
+    return array[None] if axis is None else jnp.moveaxis(array, axis, 0)
+
+
+def merge_batch(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[list[jax.Array], int, int]:
+    """Merges the mapped axis into each operand's leading axis, which is 1 or the batch size before and after.
+
+    An operand is copied only where it spans a part of the merged batch, never where it has one entry for all.
+
+    Returns:
+      The operands, and the sizes of the mapped axis and of the leading axis before.
+    """
+    moved = [move_front(a, d) for a, d in zip(operands, axes, strict=True)]
+    size = next(a.shape[0] for a, d in zip(moved, axes, strict=True) if d is not None)
+    lead = next((a.shape[1] for a in moved if a.shape[1] != 1), 1)
+    out = []
+    for a in moved:
+        outer, inner, *rest = a.shape
+        if (outer, inner) != (1, 1) and (outer, inner) != (size, lead):
+            a = jnp.broadcast_to(a, (size, lead, *rest))
+        out.append(a.reshape(a.shape[0] * a.shape[1], *rest))
+    return out, size, lead

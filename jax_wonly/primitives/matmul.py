@@ -1,0 +1,295 @@
+"""``wonly_matmul``: activations times packed weights.
+
+Operands ``x[Bx, M, K]``, ``qw u32[Bw, Nt, Kt, 512]``, ``scales[Bs, G, N]``, then ``shift[Bz, G, N]`` unless ``shift_mode`` is NONE, then
+``bias[Bb, N]`` if ``has_bias``. Every leading size is 1 or B, and 1 is broadcast without a copy. Result ``[B, M, N]``. With ``transpose``
+the first operand is ``[Bx, M, N]`` and the result ``[B, M, K]``: the product with the transposed weights, without bias or activation.
+
+The operation is closed under its own transformations: the tangent and the cotangent of ``x`` are the same primitive, so every
+composition of jvp, vjp, linear_transpose and vmap keeps the weights packed.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.ffi
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, batching
+
+from jax_wonly import _abi, _ffi
+from jax_wonly._abi import Activation, ShiftMode
+from jax_wonly.primitives import dequantize
+from jax_wonly.primitives._common import make_primitive, merge_batch, register_lowerings
+
+matmul_p = make_primitive("wonly_matmul")
+
+_ACTIVATIONS = {
+    Activation.NONE: lambda y: y,
+    Activation.RELU: jax.nn.relu,
+    Activation.RELU6: jax.nn.relu6,
+    Activation.GELU: jax.nn.gelu,
+    Activation.SILU: jax.nn.silu,
+}
+
+
+def checkpoint_policy(prim, *_, **__) -> bool:
+    """A policy for ``jax.checkpoint`` that saves the results of quantized products, as ``dots_saveable`` does for dense ones."""
+    return prim is matmul_p
+
+
+class Params(NamedTuple):
+    """The static parameters of one product."""
+
+    bits: int
+    shift_mode: ShiftMode
+    has_bias: bool
+    activation: Activation
+    transpose: bool
+    k: int
+    out_dtype: Any
+    precision: lax.Precision | None
+    implementation: str | None
+
+
+def matmul(x, qw, scales, *rest, params: Params) -> jax.Array:
+    """Binds the primitive; shapes and dtypes are the caller's responsibility."""
+    return matmul_p.bind(x, qw, scales, *rest, params=params)
+
+
+def _split(rest, p: Params):
+    """``(shift or (), bias or ())`` of the operands after the scales."""
+    has_shift = p.shift_mode != ShiftMode.NONE
+    return tuple(rest[:has_shift]), tuple(rest[has_shift:])
+
+
+# Evaluation.
+
+
+def _compute_dtype(x_dtype, precision):
+    """The type in which the dense product runs: 16-bit activations use 16-bit weights unless a higher precision is asked for."""
+    if x_dtype == jnp.float32 or precision in (lax.Precision.HIGH, lax.Precision.HIGHEST):
+        return jnp.dtype(jnp.float32)
+    return jnp.dtype(x_dtype)
+
+
+def _dense(x, w, bias, p: Params) -> jax.Array:
+    """The product with dense weights ``w[Bw, K, N]``, accumulated in float32, with the epilogue."""
+    dtype = w.dtype
+    # The default of float32 products on a GPU is TF32, which would lose what the kernels keep.
+    precision = lax.Precision.HIGHEST if p.precision is None and dtype == jnp.float32 else p.precision
+    if p.transpose:
+        w = jnp.swapaxes(w, 1, 2)
+    y = jnp.matmul(x.astype(dtype), w, precision=precision, preferred_element_type=jnp.float32)
+    return _epilogue(y, bias, p)
+
+
+def _epilogue(y, bias, p: Params) -> jax.Array:
+    y = y.astype(jnp.float32)
+    if bias:
+        y = y + bias[0].astype(jnp.float32)[:, None]
+    return _ACTIVATIONS[p.activation](y).astype(p.out_dtype)
+
+
+def _via_dense(dequantized, x, qw, scales, *rest, p: Params) -> jax.Array:
+    shift, bias = _split(rest, p)
+    dtype = _compute_dtype(x.dtype, p.precision)
+    w = dequantized(qw, scales, *shift, bits=p.bits, shift_mode=p.shift_mode, k=p.k, dtype=dtype)
+    return _dense(x, w, bias, p)
+
+
+def _kernel(x, qw, scales, *rest, p: Params) -> jax.Array:
+    """The fused custom call."""
+    # The kernels write the activations' type or float32; the rare third type is a conversion of the latter.
+    dtype = p.out_dtype if p.out_dtype in (x.dtype, jnp.float32) else jnp.dtype(jnp.float32)
+    lead = max(a.shape[0] for a in (x, qw, scales, *rest))
+    call = jax.ffi.ffi_call(_abi.MATMUL, jax.ShapeDtypeStruct((lead, x.shape[1], scales.shape[-1]), dtype))
+    y = call(
+        x,
+        qw,
+        scales,
+        *rest,
+        bits=np.int64(p.bits),
+        shift_mode=np.int64(p.shift_mode),
+        has_bias=np.int64(p.has_bias),
+        activation=np.int64(p.activation),
+    )
+    return y.astype(p.out_dtype)
+
+
+def _prefers_kernel(x, qw, scales, p: Params, platform: str) -> bool:
+    """Whether the fused kernel runs, or the weights are dequantized for a dense product."""
+    if p.transpose or p.implementation == "dequantize":
+        return False
+    m = x.shape[1]
+    if platform != "cuda" or p.implementation == "cuda" or not isinstance(m, int):
+        return True
+    from jax_wonly import _cuda_dispatch
+
+    group_size = p.k // scales.shape[1]
+    return _cuda_dispatch.use_kernel(m, p.k, scales.shape[-1], qw.shape[0], p.bits, group_size, x.dtype)
+
+
+def _is_zero(size) -> bool:
+    return isinstance(size, int) and size == 0  # a symbolic size is at least 1
+
+
+def _evaluate(x, qw, scales, *rest, params: Params, platform: str):
+    p = params
+    out = _result_shape(x, qw, scales, *rest, p=p)
+    if any(map(_is_zero, out)):
+        return jnp.zeros(out, p.out_dtype)
+    if not _ffi.use_native(p.implementation, platform):
+        return _via_dense(dequantize.reference, x, qw, scales, *rest, p=p)
+    if _prefers_kernel(x, qw, scales, p, platform):
+        return _kernel(x, qw, scales, *rest, p=p)
+    return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
+
+
+def _result_shape(x, qw, scales, *rest, p: Params):
+    sizes = [a.shape[0] for a in (x, qw, scales, *rest)]
+    lead = next((s for s in sizes if s != 1), 1)
+    return lead, x.shape[1], p.k if p.transpose else scales.shape[-1]
+
+
+@matmul_p.def_abstract_eval
+def _abstract(x, qw, scales, *rest, params: Params):
+    shape = _result_shape(x, qw, scales, *rest, p=params)
+    return x.update(shape=shape, dtype=jnp.dtype(params.out_dtype), weak_type=False)
+
+
+# Batching.
+
+
+def _batch(operands, axes, *, params: Params):
+    p = params
+    x, qw, scales, *rest = operands
+    shift, bias = _split(rest, p)
+    weights_axes = axes[1 : 3 + len(shift)]
+    if any(a is not None for a in weights_axes):
+        merged, size, lead = merge_batch(operands, axes)
+        y = matmul_p.bind(*merged, params=p)
+        return y.reshape(size, lead, *y.shape[1:]), 0
+
+    if axes[-1] is not None and bias:
+        # A bias for each entry of the batch does not fit one product with shared weights; it is added afterwards.
+        plain = p._replace(has_bias=False, activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
+        y, d = x, axes[0]
+        if d is None:
+            y = matmul_p.bind(x, qw, scales, *shift, params=plain)[None]
+        else:
+            y, d = _batch((x, qw, scales, *shift), axes[:-1], params=plain)
+            y = jnp.moveaxis(y, d, 0)
+        b = jnp.moveaxis(bias[0], axes[-1], 0)[:, :, None]
+        return _ACTIVATIONS[p.activation](y + b.astype(jnp.float32)).astype(p.out_dtype), 0
+
+    # Shared weights: the mapped axis becomes part of M, and one call reads the weights once.
+    x = jnp.moveaxis(x, axes[0], 1)
+    lead, size, m, inputs = x.shape
+    y = matmul_p.bind(x.reshape(lead, size * m, inputs), qw, scales, *rest, params=p)
+    return y.reshape(y.shape[0], size, m, y.shape[-1]), 1
+
+
+# Differentiation.
+
+
+def _by_groups(x, groups: int):
+    """``[B, M, K] -> [B, M, G]``: float32 sums of the inputs of each group."""
+    return x.astype(jnp.float32).reshape(*x.shape[:2], groups, -1).sum(-1)
+
+
+def _dense_f32(x, w):
+    return jnp.matmul(x.astype(jnp.float32), w, precision=lax.Precision.HIGHEST)
+
+
+def _scales_tangent(x, qw, scales_dot, shift, p: Params):
+    """The product is linear in the scales: the dense product with weights made of their tangent. JAX transposes it."""
+    groups, n = scales_dot.shape[-2:]
+    codes = dequantize.centred_codes(
+        qw, *(shift or (None,)), bits=p.bits, shift_mode=p.shift_mode, k=p.k, n=n, groups=groups
+    )
+    w = (codes * scales_dot.astype(jnp.float32)[:, :, None]).reshape(-1, p.k, n)
+    return _dense_f32(x, jnp.swapaxes(w, 1, 2) if p.transpose else w)
+
+
+def _shift_tangent(x, scales, shift_dot, p: Params):
+    """Zeros and offsets enter as one value for each group and output, so they meet x only through its group sums."""
+    per_group = shift_dot.astype(jnp.float32)
+    if p.shift_mode == ShiftMode.ZEROS:
+        per_group = -per_group * scales.astype(jnp.float32)
+    groups = per_group.shape[1]
+    if not p.transpose:
+        return _dense_f32(_by_groups(x, groups), per_group)
+    return jnp.repeat(_dense_f32(x, jnp.swapaxes(per_group, 1, 2)), p.k // groups, axis=-1)
+
+
+def _jvp(primals, tangents, *, params: Params):
+    p = params
+    if p.activation != Activation.NONE:
+        linear = p._replace(activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
+        y, y_dot = _jvp(primals, tangents, params=linear)
+        if isinstance(y_dot, ad.Zero):
+            y_dot = y_dot.instantiate()
+        return jax.jvp(lambda v: _ACTIVATIONS[p.activation](v).astype(p.out_dtype), (y,), (y_dot,))
+
+    x, qw, scales, *rest = primals
+    x_dot, _, scales_dot, *rest_dot = tangents
+    shift, _ = _split(rest, p)
+    shift_dot, bias_dot = _split(rest_dot, p)
+    y = matmul_p.bind(*primals, params=p)
+
+    terms = []
+    if not isinstance(x_dot, ad.Zero):
+        terms.append(matmul_p.bind(x_dot, qw, scales, *shift, params=p._replace(has_bias=False)))
+    if not isinstance(scales_dot, ad.Zero):
+        terms.append(_scales_tangent(x, qw, scales_dot, shift, p))
+    if shift_dot and not isinstance(shift_dot[0], ad.Zero) and jnp.issubdtype(shift[0].dtype, jnp.floating):
+        terms.append(_shift_tangent(x, scales, shift_dot[0], p))
+    if bias_dot and not isinstance(bias_dot[0], ad.Zero):
+        terms.append(bias_dot[0].astype(jnp.float32)[:, None])
+    if not terms:
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+    if len(terms) == 1:
+        y_dot = terms[0].astype(p.out_dtype)
+    else:
+        y_dot = sum(t.astype(jnp.float32) for t in terms).astype(p.out_dtype)
+    return y, jnp.broadcast_to(y_dot, y.shape)
+
+
+def _transpose(ct, x, qw, scales, *rest, params: Params):
+    p = params
+    none = [None] * (3 + len(rest))
+    if isinstance(ct, ad.Zero):
+        return none
+    shift, bias = _split(rest, p)
+    undefined = [ad.is_undefined_primal(a) for a in (x, qw, scales, *rest)]
+    nonlinear = p.activation != Activation.NONE or p.has_bias
+    if nonlinear or sum(undefined) != 1 or not (undefined[0] or undefined[2]):
+        raise NotImplementedError(
+            "jax_wonly: matmul is linear in x alone or in the scales alone, and only without bias and activation; it cannot be "
+            f"transposed with respect to operands {[i for i, u in enumerate(undefined) if u]}."
+        )
+    if undefined[2]:
+        if p.shift_mode == ShiftMode.OFFSETS:
+            raise NotImplementedError("jax_wonly: matmul with offsets is not linear in the scales alone.")
+        aval = scales.aval
+
+        def of_scales(s):
+            y = _scales_tangent(x, qw, s, shift, p)
+            return jnp.broadcast_to(y, ct.shape).astype(ct.dtype)
+
+        none[2] = jax.linear_transpose(of_scales, jax.ShapeDtypeStruct(aval.shape, aval.dtype))(ct)[0]
+        return none
+    aval = x.aval
+    shared = aval.shape[0] == 1 and ct.shape[0] != 1
+    out_dtype = jnp.dtype(jnp.float32) if shared else aval.dtype
+    dx = matmul_p.bind(ct, qw, scales, *shift, params=p._replace(transpose=not p.transpose, out_dtype=out_dtype))
+    # One x served every entry of the batch, so it collects the cotangents of all.
+    none[0] = dx.sum(0, keepdims=True).astype(aval.dtype) if shared else dx
+    return none
+
+
+register_lowerings(matmul_p, _evaluate)
+batching.primitive_batchers[matmul_p] = _batch
+ad.primitive_jvps[matmul_p] = _jvp
+ad.primitive_transposes[matmul_p] = _transpose
