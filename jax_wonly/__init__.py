@@ -5,6 +5,13 @@
 >>> y = jw.matmul(x, qt)
 """
 
+import importlib
+
+import jax
+
+if jax.__version_info__ < (0, 9, 1):
+    raise ImportError(f"jax_wonly needs jax 0.9.1 or newer, and this is jax {jax.__version__}: pip install -U jax.")
+
 from jax_wonly._ffi import Status, ensure_registered, export_disabled_checks, status
 from jax_wonly._format import FORMAT_VERSION, pack, unpack
 from jax_wonly._matmul import matmul
@@ -15,6 +22,13 @@ from jax_wonly.primitives.matmul import checkpoint_policy
 
 # At import, so that a deserialised program finds its handlers without having traced anything.
 ensure_registered()
+
+
+def __getattr__(name: str):
+    if name == "nnx":  # needs Flax, which is optional
+        return importlib.import_module("jax_wonly.nnx")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FORMAT_VERSION",

@@ -1,7 +1,7 @@
 """Loads the compiled modules and registers their custom-call handlers.
 
-``JAX_WONLY_IMPLEMENTATION`` in the environment (``xla``, ``cpu``, ``cuda`` or ``dequantize``) overrides ``implementation=None`` of
-every operation at the time it is traced.
+``JAX_WONLY_IMPLEMENTATION`` in the environment (``xla``, ``cpu``, ``cuda`` or ``dequantize``) overrides
+``implementation=None`` of every operation at the time it is traced.
 """
 
 import functools
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.ffi
-import jaxlib
+from jaxlib.version import __version__ as jaxlib_version
 
 # XLA's custom-call platform names for the two modules.
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -58,7 +58,7 @@ def runtime_ffi_api() -> tuple[int, int]:
     found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
     if not all(found):
         raise ImportError(
-            f"jax_wonly cannot read the FFI API version of jaxlib {jaxlib.__version__}; install jax 0.9.1 or newer."
+            f"jax_wonly cannot read the FFI API version of jaxlib {jaxlib_version}; install jax 0.9.1 or newer."
         )
     major, minor = (int(m.group(1)) for m in found if m)
     return major, minor
@@ -71,7 +71,8 @@ def _api_mismatch(module: str, built: tuple[int, int]) -> str | None:
     if built[0] == major and built[1] <= minor:
         return None
     return (
-        f"{module} was built against XLA FFI API {built[0]}.{built[1]}, but jaxlib {jaxlib.__version__} has {major}.{minor}: "
+        f"{module} was built against XLA FFI API {built[0]}.{built[1]}, but jaxlib {jaxlib_version} has "
+        f"{major}.{minor}: "
         f"upgrade jax, or rebuild jax_wonly against this jaxlib (pip install --no-build-isolation)"
     )
 
@@ -120,7 +121,7 @@ def status() -> Status:
         cuda=reasons["cuda"] is None,
         cpu_reason=reasons["cpu"],
         cuda_reason=reasons["cuda"],
-        jaxlib=jaxlib.__version__,
+        jaxlib=jaxlib_version,
         ffi_api=runtime_ffi_api(),
     )
 
@@ -156,7 +157,8 @@ def use_native(implementation: str | None, platform: str) -> bool:
         return False
     if implementation in _PLATFORMS and implementation != platform:
         raise ValueError(
-            f"jax_wonly: implementation={implementation!r} was asked for, but the computation is lowered for {platform!r}; "
+            f"jax_wonly: implementation={implementation!r} was asked for, but the computation is lowered for "
+            f"{platform!r}; "
             f"accepted there: None, {platform!r}, 'dequantize', 'xla'."
         )
     if platform not in _PLATFORMS:

@@ -1,8 +1,8 @@
 """The packed weight format, version 1: the Python twin of ``ffi/layout.h`` (``docs/format.md`` is the prose).
 
-A weight ``W[K, N]`` (inputs x outputs) of unsigned codes is stored as ``uint32[..., ceil(N / 64), ceil(K / tile_k), 512]``, where a
-tile spans ``tile_k`` = 64 inputs (int4) or 32 (int8). Inside a tile, with ``n = 16 atom + 8 high + g`` and ``k`` as below, the
-code lies in word ``128 atom + 4 (4g + t) + 2 half + high``:
+A weight ``W[K, N]`` (inputs x outputs) of unsigned codes is stored as ``uint32[..., ceil(N / 64), ceil(K / tile_k),
+512]``, where a tile spans ``tile_k`` = 64 inputs (int4) or 32 (int8). Inside a tile, with ``n = 16 atom + 8 high + g``
+and ``k`` as below, the code lies in word ``128 atom + 4 (4g + t) + 2 half + high``:
 
 - int4: ``k = 32 half + 8 pair + 2t + odd``, nibble ``pair + 4 odd`` of the word;
 - int8: ``k = 16 half + 8 pair + 2t + odd``, byte ``pair + 2 odd`` of the word.
@@ -56,8 +56,8 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Packs unsigned codes.
 
     Args:
-      codes: uint8 ``[..., K, N]``, each below ``2**bits`` (higher bits are ignored). Weight zero is 8 (int4) or 128 (int8)
-        unless zeros or offsets go with it.
+      codes: uint8 ``[..., K, N]``, each below ``2**bits`` (higher bits are ignored). Weight zero is 8 (int4) or 128
+        (int8) unless zeros or offsets go with it.
       bits: 4 or 8.
 
     Returns:

@@ -1,6 +1,7 @@
 """The product of activations with quantized weights."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,10 @@ ACTIVATIONS = {a.name.lower(): a for a in Activation if a != Activation.NONE}
 def matmul(
     x,
     qw,
-    scales=None,
-    zeros=None,
-    offsets=None,
-    bias=None,
+    scales: Any = None,
+    zeros: Any = None,
+    offsets: Any = None,
+    bias: Any = None,
     *,
     bits: int | None = None,
     activation: str | None = None,
@@ -31,25 +32,27 @@ def matmul(
     precision=None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """``activation(x @ w + bias)`` with ``w = (q - zeros) * scales`` or ``q * scales + offsets``, without ever storing ``w``.
+    """``activation(x @ w + bias)`` with ``w = (q - zeros) * scales`` or ``q * scales + offsets``, w never stored.
 
-    Sums are float32 whatever the types. Differentiable in x, scales, floating zeros, offsets and bias. Leading axes of the weights
-    and those of ``x [..., M, K]`` broadcast as in :func:`jax.numpy.matmul`; shared weights are never copied.
+    Sums are float32 whatever the types. Differentiable in x, scales, floating zeros, offsets and bias. Leading axes of
+    the weights and those of ``x [..., M, K]`` broadcast as in :func:`jax.numpy.matmul`; shared weights are never
+    copied.
 
     Args:
       x: float16, bfloat16 or float32 ``[..., K]``.
       qw: a :class:`QuantizedTensor`, or a packed array uint32 ``[..., ceil(N / 64), ceil(K / tile_k), 512]``.
-      scales: with a packed array, float16, bfloat16 or float32 ``[..., K / group_size, N]``; ``[..., 1, N]`` is per channel.
+      scales: with a packed array, float16, bfloat16 or float32 ``[..., K / group_size, N]``; ``[..., 1, N]`` is per
+        channel.
       zeros: uint8 or floating ``[..., K / group_size, N]``, or None: ``2**(bits - 1)``, or offsets.
       offsets: floating ``[..., K / group_size, N]``, or None.
       bias: floating ``[..., N]``, or None.
       bits: 4 or 8; follows from the shapes unless K <= 32.
       activation: None, ``"relu"``, ``"relu6"``, ``"gelu"`` (the tanh form) or ``"silu"``.
       preferred_element_type: type of the result; default: that of x.
-      precision: as in JAX, for the cases where weights are dequantized for a dense product. None keeps float32 accuracy for float32
-        x; ``"highest"`` also keeps dequantized weights in float32 for 16-bit x.
-      implementation: None (best for the platform), ``"cpu"`` or ``"cuda"`` (the fused kernel of that platform, or an error),
-        ``"dequantize"`` (compiled dequantization, then a dense product), or ``"xla"`` (XLA's operations alone).
+      precision: as in JAX, for the cases where weights are dequantized for a dense product. None keeps float32
+        accuracy for float32 x; ``"highest"`` also keeps dequantized weights in float32 for 16-bit x.
+      implementation: None (best for the platform), ``"cpu"`` or ``"cuda"`` (the fused kernel of that platform, or an
+        error), ``"dequantize"`` (compiled dequantization, then a dense product), or ``"xla"`` (XLA's operations alone).
 
     Returns:
       ``[..., N]``.
@@ -60,7 +63,9 @@ def matmul(
     """
     if isinstance(qw, QuantizedTensor):
         if any(a is not None for a in (scales, zeros, offsets, bits)):
-            raise TypeError("jax_wonly: a QuantizedTensor carries its scales, zeros, offsets and bits; pass none of them.")
+            raise TypeError(
+                "jax_wonly: a QuantizedTensor carries its scales, zeros, offsets and bits; pass none of them."
+            )
         weights = qw
         qw, scales, zeros, offsets, bits = weights.qvalue, weights.scales, weights.zeros, weights.offsets, weights.bits
         expected_k = weights.k
@@ -71,7 +76,9 @@ def matmul(
         raise ValueError("jax_wonly: x has shape (); accepted: [..., K].")
     k = x.shape[-1]
     if expected_k is not None and k != expected_k:
-        raise ValueError(f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., {expected_k}], the K of the weights.")
+        raise ValueError(
+            f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., {expected_k}], the K of the weights."
+        )
     if k == 0:
         raise ValueError(f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., K] with K >= 1.")
     bits, k, n = check_weights(qw, scales, zeros, offsets, bits=bits, k=k)
@@ -82,7 +89,8 @@ def matmul(
         check_finite("bias", bias)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(
-            f"jax_wonly: activation={activation!r} is not supported; accepted: None, {', '.join(map(repr, ACTIVATIONS))}."
+            f"jax_wonly: activation={activation!r} is not supported; accepted: None, "
+            f"{', '.join(map(repr, ACTIVATIONS))}."
         )
     out_dtype = x.dtype
     if preferred_element_type is not None:
@@ -146,7 +154,7 @@ def _matmul(x, qw, scales, *rest, params: Params):
 
 
 def _batched(operands, leads, params: Params):
-    """One vmap for each leading axis: the batching rule knows which axes fold into M and which are the kernels' batch."""
+    """One vmap for each leading axis: the batching rule knows which fold into M and which are the kernels' batch."""
 
     def product(*arrays):
         return _bind(*(a[None] for a in arrays), params=params).squeeze(0)

@@ -1,8 +1,10 @@
 """Quantizing dense weights, and back."""
 
 from functools import partial
+from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,19 +51,20 @@ def quantize(
     """Quantizes weights by round-to-nearest.
 
     Args:
-      w: float16, bfloat16 or float32 ``[..., K, N]``: inputs by outputs, as Flax keeps its kernels. Leading axes are stacked layers
-        or experts.
+      w: float16, bfloat16 or float32 ``[..., K, N]``: inputs by outputs, as Flax keeps its kernels. Leading axes are
+        stacked layers or experts.
       bits: 4 or 8.
-      group_size: how many successive inputs share a scale: 32, 64, 128 or 256, and it must divide K; None or -1: all of them
-        (per-channel scales).
-      mode: ``"symmetric"`` (``w = (q - 2**(bits - 1)) * s`` from the largest magnitude), or from the extremes of the group
-        ``"integer_zeros"`` (``w = (q - z) * s``, uint8 z), ``"float_zeros"`` (z of the scales' type) or ``"offsets"`` (``w = q * s + o``).
+      group_size: how many successive inputs share a scale: 32, 64, 128 or 256, and it must divide K; None or -1: all
+        of them (per-channel scales).
+      mode: ``"symmetric"`` (``w = (q - 2**(bits - 1)) * s`` from the largest magnitude), or from the extremes of the
+        group ``"integer_zeros"`` (``w = (q - z) * s``, uint8 z), ``"float_zeros"`` (z of the scales' type) or
+        ``"offsets"`` (``w = q * s + o``).
       scale_dtype: type of the scales, and of float zeros and offsets; default: the type of ``w``.
       implementation: None (the compiled kernels where they are installed), ``"cpu"``, ``"cuda"`` or ``"xla"``.
 
     Returns:
-      A :class:`QuantizedTensor`. ``qw, scales = quantize(w)`` takes a symmetric one apart; the other modes have a third array. Codes
-      do not depend on the implementation.
+      A :class:`QuantizedTensor`. ``qw, scales = quantize(w)`` takes a symmetric one apart; the other modes have a
+      third array. Codes do not depend on the implementation.
 
     Raises:
       TypeError: an argument has a wrong type or dtype.
@@ -77,7 +80,7 @@ def quantize(
     group_size = check_group_size(group_size, k)
     scale_dtype = jnp.dtype(w.dtype) if scale_dtype is None else check_float_dtype("scale_dtype", scale_dtype)
     implementation = _ffi.resolve_implementation(implementation)
-    if not isinstance(w, jax.core.Tracer) and not _all_finite(w):
+    if not isinstance(w, jax.core.Tracer) and not bool(_all_finite(w)):
         raise ValueError(f"jax_wonly: w of shape {tuple(w.shape)} holds NaN or Inf; accepted: finite values.")
     qvalue, scales, *shift = _quantize(
         w, bits=bits, group_size=group_size, mode=MODES[mode], scale_dtype=scale_dtype, implementation=implementation
@@ -88,19 +91,15 @@ def quantize(
 
 
 @jax.jit
-def _all_finite_on_device(w):
+def _all_finite(w):
     return jnp.isfinite(w).all()
-
-
-def _all_finite(w) -> bool:
-    return bool(_all_finite_on_device(w))
 
 
 def dequantize(
     qw,
-    scales=None,
-    zeros=None,
-    offsets=None,
+    scales: Any = None,
+    zeros: Any = None,
+    offsets: Any = None,
     *,
     k: int | None = None,
     bits: int | None = None,
@@ -125,15 +124,16 @@ def dequantize(
     """
     if isinstance(qw, QuantizedTensor):
         if any(a is not None for a in (scales, zeros, offsets, k, bits)):
-            raise TypeError("jax_wonly: a QuantizedTensor carries its scales, zeros, offsets, k and bits; pass none of them.")
+            raise TypeError(
+                "jax_wonly: a QuantizedTensor carries its scales, zeros, offsets, k and bits; pass none of them."
+            )
         scales, zeros, offsets, k, bits = qw.scales, qw.zeros, qw.offsets, qw.k, qw.bits
         qw = qw.qvalue
     if k is None:
         raise TypeError("jax_wonly: k is None; accepted: the number of inputs K of the packed array.")
     bits, k, _ = check_weights(qw, scales, zeros, offsets, bits=bits, k=k)
     shift = [a for a in (zeros, offsets) if a is not None]
-    names = {"qw": qw.shape[:-3], "scales": scales.shape[:-2]} | {"zeros or offsets": a.shape[:-2] for a in shift}
-    broadcast_leads(**names)
+    broadcast_leads(qw=qw.shape[:-3], scales=scales.shape[:-2], zeros_or_offsets=shift[0].shape[:-2] if shift else ())
     dtype = jnp.dtype(scales.dtype) if dtype is None else check_float_dtype("dtype", dtype)
     return _dequantize(
         qw,

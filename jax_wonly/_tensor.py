@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_wonly._format import FORMAT_VERSION
 from jax_wonly._validate import check_weights
@@ -27,10 +28,12 @@ class QuantizedTensor:
     Attributes:
       qvalue: packed codes, uint32 ``[..., ceil(N / 64), ceil(K / tile_k), 512]``.
       scales: ``[..., K / group_size, N]``.
-      zeros: ``[..., K / group_size, N]`` or None: ``w = (q - zeros) * scales``; None without offsets means ``2**(bits - 1)``.
+      zeros: ``[..., K / group_size, N]`` or None: ``w = (q - zeros) * scales``; None without offsets means ``2**(bits
+        - 1)``.
       offsets: ``[..., K / group_size, N]`` or None: ``w = q * scales + offsets``.
       bits: 4 or 8.
-      k, n: inputs and outputs. Leading axes (layers, experts) are those of the arrays, so that ``vmap`` and ``scan`` see them.
+      k, n: inputs and outputs. Leading axes (layers, experts) are those of the arrays, so that ``vmap`` and ``scan``
+        see them.
     """
 
     qvalue: Any
@@ -87,7 +90,8 @@ class QuantizedTensor:
             elif self.offsets is not None:
                 kind = f"offsets {self.offsets.dtype}"
             return (
-                f"QuantizedTensor(int{self.bits}[{shape}], group_size={self.group_size}, {kind}, scales {self.scales.dtype}, "
+                f"QuantizedTensor(int{self.bits}[{shape}], group_size={self.group_size}, {kind}, scales "
+                f"{self.scales.dtype}, "
                 f"{_readable(self.nbytes)})"
             )
         except (AttributeError, TypeError, IndexError):  # tree transformations may put anything in the place of arrays
@@ -103,10 +107,11 @@ class QuantizedTensor:
             parts = parts[:-1]
         if any(p is Ellipsis for p in parts):
             raise IndexError(f"jax_wonly: index {index!r} is not supported; accepted: indices of the leading axes.")
-        used = sum(0 if p is None else getattr(p, "ndim", 0) if getattr(p, "dtype", None) == bool else 1 for p in parts)
+        used = sum(0 if p is None else p.ndim if getattr(p, "dtype", None) == np.bool_ else 1 for p in parts)
         if used > self.ndim - 2:
             raise IndexError(
-                f"jax_wonly: index {index!r} reaches K or N of a QuantizedTensor of shape {self.shape}; accepted: indices of its "
+                f"jax_wonly: index {index!r} reaches K or N of a QuantizedTensor of shape {self.shape}; accepted: "
+                "indices of its "
                 f"{self.ndim - 2} leading axes (dequantize() it to slice inside)."
             )
         return jax.tree.map(lambda a: a[parts], self)
@@ -118,13 +123,15 @@ class QuantizedTensor:
 
     def __matmul__(self, other):
         raise TypeError(
-            "jax_wonly: a QuantizedTensor stands on the right of a product: x @ qt with x [..., K]. Use qt.dequantize() @ y otherwise."
+            "jax_wonly: a QuantizedTensor stands on the right of a product: x @ qt with x [..., K]. Use "
+            "qt.dequantize() @ y otherwise."
         )
 
     @property
     def T(self):  # noqa: N802
         raise TypeError(
-            "jax_wonly: a QuantizedTensor has no transpose, because its packing and scales go along K. Quantize w.T, or use "
+            "jax_wonly: a QuantizedTensor has no transpose, because its packing and scales go along K. Quantize "
+            "w.T, or use "
             "qt.dequantize().T."
         )
 
@@ -151,8 +158,8 @@ class QuantizedTensor:
         """Arrays and string metadata, as safetensors stores them; several tensors share a file under different names.
 
         Returns:
-          ``(arrays, metadata)`` with keys ``name.qvalue``, ``name.scales``, ... and ``name.bits``, ``name.format_version``, ...; plain
-          ones where ``name`` is empty.
+          ``(arrays, metadata)`` with keys ``name.qvalue``, ``name.scales``, ... and ``name.bits``,
+          ``name.format_version``, ...; plain ones where ``name`` is empty.
         """
         prefix = f"{name}." if name else ""
         arrays = {
@@ -174,7 +181,8 @@ class QuantizedTensor:
         """The inverse of :meth:`to_arrays`; other entries of the two mappings are ignored.
 
         Raises:
-          ValueError: an entry is missing, the arrays are not of another format or version, or they do not fit each other.
+          ValueError: an entry is missing, the arrays are not of another format or version, or they do not fit each
+            other.
         """
         prefix = f"{name}." if name else ""
 
@@ -188,7 +196,8 @@ class QuantizedTensor:
         if (found := get("format_version")) != str(FORMAT_VERSION):
             raise ValueError(
                 f"jax_wonly: {prefix}format_version={found!r} of the packed arrays is not supported; accepted: "
-                f"'{FORMAT_VERSION}'. Quantize the dense weights again, or read them with the version of jax_wonly that wrote them."
+                f"'{FORMAT_VERSION}'. Quantize the dense weights again, or read them with the version of "
+                "jax_wonly that wrote them."
             )
         missing = [prefix + part for part in ("qvalue", "scales") if prefix + part not in arrays]
         if missing:
@@ -196,12 +205,16 @@ class QuantizedTensor:
         try:
             bits, k, n = (int(get(key)) for key in ("bits", "k", "n"))
         except ValueError as error:
-            raise ValueError(f"jax_wonly: bits, k and n in the metadata of {name!r} must be integers: {error}") from error
+            raise ValueError(
+                f"jax_wonly: bits, k and n in the metadata of {name!r} must be integers: {error}"
+            ) from error
         qvalue, scales = arrays[prefix + "qvalue"], arrays[prefix + "scales"]
         zeros, offsets = arrays.get(prefix + "zeros"), arrays.get(prefix + "offsets")
         check_weights(qvalue, scales, zeros, offsets, bits=bits, k=k)
         if scales.shape[-1] != n:
-            raise ValueError(f"jax_wonly: {prefix}scales has shape {tuple(scales.shape)}; accepted: [..., groups, {n}].")
+            raise ValueError(
+                f"jax_wonly: {prefix}scales has shape {tuple(scales.shape)}; accepted: [..., groups, {n}]."
+            )
         return cls(
             *(None if a is None else jnp.asarray(a) for a in (qvalue, scales, zeros, offsets)), bits=bits, k=k, n=n
         )

@@ -11,7 +11,9 @@ FLOATS = ("float16", "bfloat16", "float32")
 def check_array(name: str, value, dtypes: tuple[str, ...] = FLOATS):
     """``value`` if it has a shape and one of the dtypes."""
     if not (hasattr(value, "dtype") and hasattr(value, "shape")):
-        raise TypeError(f"jax_wonly: {name} is a {type(value).__name__}; accepted: an array of dtype {', '.join(dtypes)}.")
+        raise TypeError(
+            f"jax_wonly: {name} is a {type(value).__name__}; accepted: an array of dtype {', '.join(dtypes)}."
+        )
     if str(value.dtype) not in dtypes:
         raise TypeError(f"jax_wonly: {name} has dtype {value.dtype}; accepted: {', '.join(dtypes)}.")
     return value
@@ -62,7 +64,8 @@ def infer_bits(qw, k: int) -> int:
         raise ValueError(f"jax_wonly: K={k} fits both an int4 and an int8 packed array; pass bits=4 or bits=8.")
     if not fitting:
         raise ValueError(
-            f"jax_wonly: qw has shape {tuple(qw.shape)}, which does not hold K={k} inputs (the last axis of x); accepted for "
+            f"jax_wonly: qw has shape {tuple(qw.shape)}, which does not hold K={k} inputs (the last axis of x); "
+            "accepted for "
             f"that K: {tiles(4, k, 1)[1]} (int4) or {tiles(8, k, 1)[1]} (int8) in axis -2."
         )
     return fitting[0]
@@ -77,11 +80,14 @@ def check_weights(qw, scales, zeros, offsets, *, bits: int | None, k: int) -> tu
             f"jax_wonly.quantize and jax_wonly.pack make it."
         )
     if scales is None:
-        raise TypeError("jax_wonly: scales is None; accepted: an array [..., K / group_size, N], or a QuantizedTensor as qw.")
+        raise TypeError(
+            "jax_wonly: scales is None; accepted: an array [..., K / group_size, N], or a QuantizedTensor as qw."
+        )
     check_array("scales", scales)
     if len(scales.shape) < 2:
         raise ValueError(
-            f"jax_wonly: scales has shape {tuple(scales.shape)}; accepted: [..., K / group_size, N], [1, N] for per-channel scales."
+            f"jax_wonly: scales has shape {tuple(scales.shape)}; accepted: [..., K / group_size, N], [1, N] for "
+            "per-channel scales."
         )
     groups, n = scales.shape[-2:]
     bits = infer_bits(qw, k) if bits is None else check_bits(bits)
@@ -99,7 +105,8 @@ def check_weights(qw, scales, zeros, offsets, *, bits: int | None, k: int) -> tu
             check_array(name, value, dtypes)
             if len(value.shape) < 2 or tuple(value.shape[-2:]) != (groups, n):
                 raise ValueError(
-                    f"jax_wonly: {name} has shape {tuple(value.shape)}; accepted: [..., {groups}, {n}], as the scales have."
+                    f"jax_wonly: {name} has shape {tuple(value.shape)}; accepted: [..., {groups}, {n}], as the "
+                    "scales have."
                 )
     for name, value in (("scales", scales), ("zeros", zeros), ("offsets", offsets)):
         check_finite(name, value)

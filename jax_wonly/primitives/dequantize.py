@@ -1,6 +1,7 @@
 """``wonly_dequantize``: packed weights to dense ones.
 
-Operands ``qw u32[B, Nt, Kt, 512]``, ``scales[B, G, N]`` and, unless ``shift_mode`` is NONE, ``shift[B, G, N]``; result ``[B, K, N]``.
+Operands ``qw u32[B, Nt, Kt, 512]``, ``scales[B, G, N]`` and, unless ``shift_mode`` is NONE, ``shift[B, G, N]``; result
+``[B, K, N]``.
 """
 
 import jax
@@ -18,7 +19,7 @@ dequantize_p = make_primitive("wonly_dequantize")
 
 
 def centred_codes(qw, shift, *, bits: int, shift_mode: ShiftMode, k: int, n: int, groups: int) -> jax.Array:
-    """What the scales multiply, float32 ``[B, G, K / G, N]``: codes less their zero, or plain codes where offsets are added."""
+    """What the scales multiply, float32 ``[B, G, K / G, N]``: codes less their zero, plain codes with offsets."""
     codes = unpack(qw, bits, k, n).reshape(-1, groups, k // groups, n).astype(jnp.float32)
     if shift_mode == ShiftMode.NONE:
         return codes - bias_of(bits)
@@ -77,9 +78,7 @@ def _jvp(primals, tangents, *, implementation, **params):
 
     def of_moving(*values):
         it = iter(values)
-        return reference(
-            qw, *(next(it) if d else p for p, d in zip(floats, differentiable, strict=True)), **params
-        )
+        return reference(qw, *(next(it) if d else p for p, d in zip(floats, differentiable, strict=True)), **params)
 
     _, w_dot = jax.jvp(of_moving, moving, [t for t, d in zip(tangents[1:], differentiable, strict=True) if d])
     return w, w_dot

@@ -1,13 +1,15 @@
 """``wonly_matmul``: activations times packed weights.
 
-Operands ``x[Bx, M, K]``, ``qw u32[Bw, Nt, Kt, 512]``, ``scales[Bs, G, N]``, then ``shift[Bz, G, N]`` unless ``shift_mode`` is NONE, then
-``bias[Bb, N]`` if ``has_bias``. Every leading size is 1 or B, and 1 is broadcast without a copy. Result ``[B, M, N]``. With ``transpose``
-the first operand is ``[Bx, M, N]`` and the result ``[B, M, K]``: the product with the transposed weights, without bias or activation.
+Operands ``x[Bx, M, K]``, ``qw u32[Bw, Nt, Kt, 512]``, ``scales[Bs, G, N]``, then ``shift[Bz, G, N]`` unless
+``shift_mode`` is NONE, then ``bias[Bb, N]`` if ``has_bias``. Every leading size is 1 or B, and 1 is broadcast without
+a copy. Result ``[B, M, N]``. With ``transpose`` the first operand is ``[Bx, M, N]`` and the result ``[B, M, K]``: the
+product with the transposed weights, without bias or activation.
 
-The operation is closed under its own transformations: the tangent and the cotangent of ``x`` are the same primitive, so every
-composition of jvp, vjp, linear_transpose and vmap keeps the weights packed.
+The operation is closed under its own transformations: the tangent and the cotangent of ``x`` are the same primitive,
+so every composition of jvp, vjp, linear_transpose and vmap keeps the weights packed.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +36,7 @@ _ACTIVATIONS = {
 
 
 def checkpoint_policy(prim, *_, **__) -> bool:
-    """A policy for ``jax.checkpoint`` that saves the results of quantized products, as ``dots_saveable`` does for dense ones."""
+    """A policy for ``jax.checkpoint``: saves results of quantized products, as ``dots_saveable`` does of dense ones."""
     return prim is matmul_p
 
 
@@ -67,7 +69,7 @@ def _split(rest, p: Params):
 
 
 def _compute_dtype(x_dtype, precision):
-    """The type in which the dense product runs: 16-bit activations use 16-bit weights unless a higher precision is asked for."""
+    """The type of the dense product's operands: that of x, unless a higher precision is asked for."""
     if x_dtype == jnp.float32 or precision in (lax.Precision.HIGH, lax.Precision.HIGHEST):
         return jnp.dtype(jnp.float32)
     return jnp.dtype(x_dtype)
@@ -252,7 +254,7 @@ def _jvp(primals, tangents, *, params: Params):
     if len(terms) == 1:
         y_dot = terms[0].astype(p.out_dtype)
     else:
-        y_dot = sum(t.astype(jnp.float32) for t in terms).astype(p.out_dtype)
+        y_dot = functools.reduce(jnp.add, (t.astype(jnp.float32) for t in terms)).astype(p.out_dtype)
     return y, jnp.broadcast_to(y_dot, y.shape)
 
 
@@ -266,8 +268,8 @@ def _transpose(ct, x, qw, scales, *rest, params: Params):
     nonlinear = p.activation != Activation.NONE or p.has_bias
     if nonlinear or sum(undefined) != 1 or not (undefined[0] or undefined[2]):
         raise NotImplementedError(
-            "jax_wonly: matmul is linear in x alone or in the scales alone, and only without bias and activation; it cannot be "
-            f"transposed with respect to operands {[i for i, u in enumerate(undefined) if u]}."
+            "jax_wonly: matmul is linear in x alone or in the scales alone, and only without bias and activation; it "
+            f"cannot be transposed with respect to operands {[i for i, u in enumerate(undefined) if u]}."
         )
     if undefined[2]:
         if p.shift_mode == ShiftMode.OFFSETS:

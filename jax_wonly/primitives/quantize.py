@@ -1,7 +1,7 @@
 """``wonly_quantize``: dense weights to packed ones.
 
-Operand ``w[B, K, N]``; results ``qw u32[B, Nt, Kt, 512]``, ``scales[B, G, N]`` and, unless symmetric, ``shift[B, G, N]``. The codes are
-defined to the bit, so that every implementation stores the same ones: see :func:`reference`.
+Operand ``w[B, K, N]``; results ``qw u32[B, Nt, Kt, 512]``, ``scales[B, G, N]`` and, unless symmetric, ``shift[B, G,
+N]``. The codes are defined to the bit, so that every implementation stores the same ones: see :func:`reference`.
 """
 
 import jax
@@ -24,7 +24,8 @@ def _rint(x):
 
 
 def _stored(x, dtype):
-    """``x`` rounded to ``dtype``, and its float32 value. The barrier keeps XLA from dropping the round trip as excess precision."""
+    """``x`` rounded to ``dtype``, and the float32 value of that."""
+    # The barrier keeps XLA from dropping the round trip as excess precision.
     stored = lax.optimization_barrier(x.astype(dtype))
     return stored, stored.astype(jnp.float32)
 
@@ -39,13 +40,14 @@ def _scale(span, steps: int, dtype):
 def reference(w, *, bits: int, group_size: int, mode: QuantizeMode, scale_dtype) -> tuple[jax.Array, ...]:
     """Quantizes in XLA's operations: the definition of the codes.
 
-    Everything is float32 and rounds half to even; ``round`` below is to the scales' type, clamped to its largest finite value.
-    With ``lo``, ``hi`` the extremes of a group, ``top = 2**bits - 1`` and ``qmax = 2**(bits - 1) - 1``:
+    Everything is float32 and rounds half to even; ``round`` below is to the scales' type, clamped to its largest
+    finite value. With ``lo``, ``hi`` the extremes of a group, ``top = 2**bits - 1`` and ``qmax = 2**(bits - 1) - 1``:
 
     - symmetric: ``s = round(max|w| / qmax)``, ``q = clip(rint(w / s), -qmax - 1, qmax) + bias``;
-    - integer zeros (of the range widened to hold 0): ``s = round((hi - lo) / top)``, ``z = clip(rint(-lo / s), 0, top)``,
-      ``q = clip(rint(w / s) + z, 0, top)``;
-    - float zeros: ``z = round(-lo / s)``, ``q = clip(rint(w / s + z), 0, top)``; a constant group has ``s = |lo|``, ``z = -sign(lo)``;
+    - integer zeros (of the range widened to hold 0): ``s = round((hi - lo) / top)``, ``z = clip(rint(-lo / s), 0,
+      top)``, ``q = clip(rint(w / s) + z, 0, top)``;
+    - float zeros: ``z = round(-lo / s)``, ``q = clip(rint(w / s + z), 0, top)``; a constant group has ``s = |lo|``,
+      ``z = -sign(lo)``;
     - offsets: ``o = round(lo)``, ``q = clip(rint((w - o) / s), 0, top)``.
 
     Where ``s`` is 0 every code is that of weight zero (bias, zero point, or 0).
@@ -121,7 +123,8 @@ def _batch(operands, axes, **params):
 
 def _jvp(primals, tangents, **params):
     raise NotImplementedError(
-        "jax_wonly: quantize has no derivative, because it rounds. Use jax.lax.stop_gradient(w), or differentiate with respect to "
+        "jax_wonly: quantize has no derivative, because it rounds. Use jax.lax.stop_gradient(w), or "
+        "differentiate with respect to "
         "the scales, zeros, offsets or x of matmul."
     )
 
