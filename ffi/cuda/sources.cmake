@@ -65,4 +65,7 @@ if(wonly_build_cuda)
   wonly_module(_cuda ffi/bindings_cuda.cc ${wonly_cuda_kernels})
   target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -lineinfo --threads=1>)
   target_link_libraries(_cuda PRIVATE CUDA::cudart_static)
+  string(REPLACE ";" "," wonly_architecture_list "${CMAKE_CUDA_ARCHITECTURES}")
+  set_source_files_properties(ffi/bindings_cuda.cc PROPERTIES COMPILE_DEFINITIONS
+                              "WONLY_CUDA_ARCHITECTURES=\"${wonly_architecture_list}\"")
 endif()

@@ -1,0 +1,145 @@
+// Array elements of 16 and 32 bits (and uint8 zeros) as floats and back: one switch over DType for all CUDA kernels.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "abi.h"
+
+namespace wonly {
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(uint8_t value) { return static_cast<float>(value); }
+
+// Rounds to nearest, ties to even; beyond the largest finite value, to infinity.
+template <typename T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+// Two values in one 32-bit register, the first in the low half.
+__device__ __forceinline__ uint32_t pack_pair(__half low, __half high) {
+  return __half_as_ushort(low) | static_cast<uint32_t>(__half_as_ushort(high)) << 16;
+}
+__device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16 low, __nv_bfloat16 high) {
+  return __bfloat16_as_ushort(low) | static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16;
+}
+
+__device__ __forceinline__ float load_element(const void* array, int64_t index, DType type) {
+  switch (type) {
+    case DType::kF16:
+      return to_float(static_cast<const __half*>(array)[index]);
+    case DType::kBF16:
+      return to_float(static_cast<const __nv_bfloat16*>(array)[index]);
+    case DType::kU8:
+      return to_float(static_cast<const uint8_t*>(array)[index]);
+    default:
+      return static_cast<const float*>(array)[index];
+  }
+}
+
+// A uint8 array takes integers of 0 to 255.
+__device__ __forceinline__ void store_element(void* array, int64_t index, float value, DType type) {
+  switch (type) {
+    case DType::kF16:
+      static_cast<__half*>(array)[index] = from_float<__half>(value);
+      return;
+    case DType::kBF16:
+      static_cast<__nv_bfloat16*>(array)[index] = from_float<__nv_bfloat16>(value);
+      return;
+    case DType::kU8:
+      static_cast<uint8_t*>(array)[index] = static_cast<uint8_t>(value);
+      return;
+    default:
+      static_cast<float*>(array)[index] = value;
+  }
+}
+
+// `value` as it reads back after being stored as `type`, which is a floating one.
+__device__ __forceinline__ float round_to(DType type, float value) {
+  switch (type) {
+    case DType::kF16:
+      return to_float(from_float<__half>(value));
+    case DType::kBF16:
+      return to_float(from_float<__nv_bfloat16>(value));
+    default:
+      return value;
+  }
+}
+
+// Largest finite value of a floating type.
+__device__ __forceinline__ float largest_finite(DType type) {
+  switch (type) {
+    case DType::kF16:
+      return 65504.0f;
+    case DType::kBF16:
+      return __uint_as_float(0x7f7f0000u);
+    default:
+      return __uint_as_float(0x7f7fffffu);
+  }
+}
+
+// Eight consecutive elements in registers, as they lie in memory.
+template <typename T>
+struct Row8 {
+  static constexpr int kVectors = sizeof(T) * 8 / sizeof(uint4);  // 1 for 16-bit types, 2 for float
+  union {
+    uint4 vectors[kVectors];
+    T elements[8];
+  };
+
+  __device__ Row8() {}
+
+  // `source` is 16-byte aligned.
+  __device__ __forceinline__ void load(const T* source) {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) vectors[i] = __ldg(reinterpret_cast<const uint4*>(source) + i);
+  }
+  __device__ __forceinline__ void store(T* target) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) reinterpret_cast<uint4*>(target)[i] = vectors[i];
+  }
+  // Of a row that ends after `count` elements, or is not aligned; the rest reads as zero and is not written.
+  __device__ __forceinline__ void load_some(const T* source, int count) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) elements[i] = i < count ? source[i] : from_float<T>(0.0f);
+  }
+  __device__ __forceinline__ void store_some(T* target, int count) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < count) target[i] = elements[i];
+    }
+  }
+};
+
+// Calls `body` with a null pointer to the C++ type of `type`: a kernel's template argument is then its pointee.
+template <typename Body>
+cudaError_t dispatch_float(DType type, Body&& body) {
+  switch (type) {
+    case DType::kF16:
+      return body(static_cast<__half*>(nullptr));
+    case DType::kBF16:
+      return body(static_cast<__nv_bfloat16*>(nullptr));
+    case DType::kF32:
+      return body(static_cast<float*>(nullptr));
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace wonly
