@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.export
 import jax.ffi
 from jaxlib.version import __version__ as jaxlib_version
+
+from jax_wonly import _abi
 
 # XLA's custom-call platform names for the two modules.
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -189,8 +192,4 @@ def export_disabled_checks() -> list:
 
     The calls are versioned: a serialised program runs wherever ``jax_wonly`` of the same interface version is imported.
     """
-    import jax.export
-
-    from jax_wonly import _abi
-
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in (_abi.MATMUL, _abi.QUANTIZE, _abi.DEQUANTIZE)]

@@ -1,5 +1,6 @@
 """The quantized weight as one value."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -218,6 +220,16 @@ class QuantizedTensor:
         return cls(
             *(None if a is None else jnp.asarray(a) for a in (qvalue, scales, zeros, offsets)), bits=bits, k=k, n=n
         )
+
+
+# jax.export stores the tree structure of arguments and results, so that it has to know how to write this node.
+jax.export.register_pytree_node_serialization(
+    QuantizedTensor,
+    serialized_name=f"jax_wonly.QuantizedTensor.v{FORMAT_VERSION}",
+    serialize_auxdata=lambda meta: json.dumps(meta).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
+    from_children=lambda meta, children: QuantizedTensor(*children, bits=meta[0], k=meta[1], n=meta[2]),
+)
 
 
 def _readable(size: int) -> str:

@@ -1,0 +1,44 @@
+"""Runs on the CPU unless GPU tests are asked for (``-m gpu``), with inputs drawn from one printed seed."""
+
+import os
+import zlib
+
+import numpy as np
+import pytest
+
+_SEED = "JAX_WONLY_TEST_SEED"
+
+
+def _gpu_requested(config) -> bool:
+    expression = config.getoption("markexpr", "") or ""
+    return "gpu" in expression and "not gpu" not in expression
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    # Before jax is imported, and inherited by the workers of pytest-xdist.
+    if not _gpu_requested(config):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault(_SEED, str(int.from_bytes(os.urandom(4), "little")))
+    if getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = os.environ[_SEED]
+
+    import hypothesis
+
+    hypothesis.settings.register_profile("wonly", deadline=None, max_examples=25, print_blob=True)
+    hypothesis.settings.load_profile("wonly")
+
+
+def pytest_report_header(config):
+    return f"jax_wonly: {_SEED}={os.environ[_SEED]}"
+
+
+@pytest.fixture
+def seed(request) -> int:
+    return zlib.crc32(f"{os.environ[_SEED]}:{request.node.nodeid}".encode())
+
+
+@pytest.fixture
+def rng(seed) -> np.random.Generator:
+    return np.random.default_rng(seed)

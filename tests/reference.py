@@ -1,0 +1,176 @@
+"""Slow NumPy definitions, written apart from the package, and the error bounds that results are held to."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+import jax_wonly as jw
+
+DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+MODES = ("symmetric", "integer_zeros", "float_zeros", "offsets")
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    """One code at a time, as ffi/layout.h places it."""
+    k_size, n_size = codes.shape
+    tile_k = {4: 64, 8: 32}[bits]
+    nt, kt = -(-n_size // 64), -(-k_size // tile_k)
+    words = np.zeros((nt, kt, 512), np.uint64)
+    for k in range(kt * tile_k):
+        for n in range(nt * 64):
+            code = int(codes[k, n]) if k < k_size and n < n_size else {4: 8, 8: 128}[bits]
+            kk, nn = k % tile_k, n % 64
+            row = nn % 16
+            lane = 4 * (row % 8) + (kk % 8) // 2
+            pair, odd = (kk % 32) // 8, kk % 2
+            if bits == 4:
+                word = (nn // 16) * 128 + lane * 4 + (kk // 32) * 2 + row // 8
+                shift = 4 * (pair + 4 * odd)
+            else:
+                word = (nn // 16) * 128 + lane * 4 + ((kk % 32) // 16) * 2 + row // 8
+                shift = 8 * (pair % 2 + 2 * odd)
+            words[n // 64, k // tile_k, word] |= np.uint64(code << shift)
+    return words.astype(np.uint32)
+
+
+def quantize(w, bits: int, group_size: int | None, mode: str, scale_dtype):
+    """``(codes u8[K, N], scales[G, N], shift[G, N] or None)`` by the definition of the codes, in float32 NumPy."""
+    scale_dtype = np.dtype(scale_dtype)
+    largest = np.float32(ml_dtypes.finfo(scale_dtype).max)
+    k, n = w.shape
+    g = group_size or k
+    w = np.asarray(w).astype(np.float32).reshape(k // g, g, n)
+    top, bias = np.float32(2**bits - 1), np.float32(2 ** (bits - 1))
+
+    def stored(a):
+        with np.errstate(over="ignore"):
+            return a.astype(np.float32).astype(scale_dtype)
+
+    def scale_of(a):
+        return np.minimum(stored(a).astype(np.float32), largest).astype(scale_dtype)
+
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        if mode == "symmetric":
+            scales = scale_of(np.abs(w).max(1, keepdims=True) / np.float32(bias - 1))
+            s = scales.astype(np.float32)
+            codes = np.where(s == 0, bias, np.clip(np.rint(w / s), -bias, bias - 1) + bias)
+            shift = None
+        else:
+            lo, hi = w.min(1, keepdims=True), w.max(1, keepdims=True)
+            if mode == "integer_zeros":
+                lo, hi = np.minimum(lo, 0), np.maximum(hi, 0)
+            scales = scale_of((hi - lo) / top)
+            s = scales.astype(np.float32)
+            flat = s == 0
+            if mode == "integer_zeros":
+                z = np.where(flat, 0, np.clip(np.rint(-lo / s), 0, top))
+                codes = np.where(flat, z, np.clip(np.rint(w / s) + z, 0, top))
+                shift = z.astype(np.uint8)
+            elif mode == "float_zeros":
+                shift = stored(-lo / s)
+                codes = np.where(flat, 0, np.clip(np.rint(w / s + shift.astype(np.float32)), 0, top))
+                scales = np.where(flat, scale_of(np.abs(lo)), scales)
+                shift = np.where(flat, np.where(lo > 0, -1, np.where(lo < 0, 1, 0)).astype(scale_dtype), shift)
+            else:
+                shift = stored(lo)
+                codes = np.where(flat, 0, np.clip(np.rint((w - shift.astype(np.float32)) / s), 0, top))
+    codes = codes.astype(np.uint8).reshape(k, n)
+    return codes, scales[:, 0], None if shift is None else shift[:, 0]
+
+
+@dataclass
+class Weight:
+    """A random quantized weight, and what it stands for in float64."""
+
+    qt: jw.QuantizedTensor
+    dense: np.ndarray  # [..., K, N]
+    magnitude: np.ndarray  # the same of magnitudes: what a kernel adds up and cancels again
+
+    @property
+    def arrays(self) -> dict:
+        return {"scales": self.qt.scales, "zeros": self.qt.zeros, "offsets": self.qt.offsets}
+
+
+def random_weight(rng, k, n, *, bits=4, group_size=None, mode="symmetric", scale_dtype="float32", lead=()) -> Weight:
+    """Independent random codes, scales and zeros or offsets, so that no value is special."""
+    g = group_size or k
+    shape = (*lead, k // g, n)
+    codes = rng.integers(0, 2**bits, (*lead, k, n)).astype(np.uint8)
+    dtype = DTYPES[scale_dtype]
+    scales = (rng.uniform(0.3, 1.0, shape) * 2.0 ** (1 - bits)).astype(dtype)
+    zeros = offsets = None
+    if mode == "integer_zeros":
+        zeros = rng.integers(0, 2**bits, shape).astype(np.uint8)
+    elif mode == "float_zeros":
+        zeros = rng.uniform(-1, 2**bits, shape).astype(dtype)
+    elif mode == "offsets":
+        offsets = rng.normal(-0.5, 1.0, shape).astype(dtype)
+
+    def spread(a):
+        return np.repeat(np.asarray(a).astype(np.float64), g, axis=-2)
+
+    s = spread(scales)
+    if offsets is not None:
+        dense = codes * s + spread(offsets)
+        magnitude = codes * s + np.abs(spread(offsets))
+    else:
+        z = 2.0 ** (bits - 1) if zeros is None else spread(zeros)
+        dense = (codes - z) * s
+        magnitude = (codes + np.abs(z)) * s
+    packed = np.stack([pack(c, bits) for c in codes.reshape(-1, k, n)])
+    packed = packed.reshape(*lead, *packed.shape[1:])
+    arrays = [None if a is None else jnp.asarray(a) for a in (packed, scales, zeros, offsets)]
+    return Weight(jw.QuantizedTensor(*arrays, bits=bits, k=k, n=n), dense, magnitude)
+
+
+def random_x(rng, shape, dtype="float32") -> jnp.ndarray:
+    """Activations with a mean other than zero."""
+    return jnp.asarray(rng.normal(0.3, 1.0, shape).astype(DTYPES[dtype]))
+
+
+def activate(y: np.ndarray, activation: str | None) -> np.ndarray:
+    if activation is None:
+        return y
+    if activation == "relu":
+        return np.maximum(y, 0)
+    if activation == "relu6":
+        return np.clip(y, 0, 6)
+    if activation == "silu":
+        return y / (1 + np.exp(-y))
+    return 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+
+
+def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtype=None, rounded_weights=False):
+    """Holds ``y`` to ``activation(x @ w + bias)`` in float64.
+
+    The bound is float32 accumulation of the magnitudes that are added up, one rounding of the result, and, where weights may be
+    rounded to 16 bits on the way (``rounded_weights``), the random walk of those roundings.
+    """
+    out_dtype = str(out_dtype or x.dtype)
+    assert str(y.dtype) == out_dtype, (y.dtype, out_dtype)
+    x64 = np.asarray(x).astype(np.float64)
+    vector = x64.ndim == 1
+    x64 = x64[None] if vector else x64
+    k = x64.shape[-1]
+    exact = x64 @ weight.dense
+    bound = 2.0**-22 * max(1.0, np.sqrt(k) / 8) * (np.abs(x64) @ weight.magnitude)
+    if rounded_weights and str(x.dtype) != "float32":
+        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[str(x.dtype)]
+        bound = bound + 3 * unit * np.sqrt((x64**2) @ (weight.dense**2))
+    if bias is not None:
+        b = np.asarray(bias).astype(np.float64)[..., None, :]
+        exact, bound = exact + b, bound + 2.0**-23 * np.abs(b)
+    exact = activate(exact, activation)
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}[out_dtype]
+    bound = 1.2 * bound + 1.01 * unit * np.abs(exact) + 1e-7
+    if activation in ("gelu", "silu"):
+        bound = bound + 4e-6 * (1 + np.abs(exact))  # the accuracy of float32 tanh and exp
+    if vector:
+        exact, bound = exact[..., 0, :], bound[..., 0, :]
+    got = np.asarray(y).astype(np.float64)
+    assert got.shape == exact.shape, (got.shape, exact.shape)
+    error = np.abs(got - exact)
+    worst = np.max(error / bound, initial=0.0)
+    assert np.isfinite(got).all() and worst <= 1, f"error is {worst:.3g} times the bound (max error {error.max():.3g})"
