@@ -1,0 +1,96 @@
+// AVX2 with FMA: a 16-lane vector is two registers.
+#include <immintrin.h>
+
+#include "abi.h"
+#include "layout.h"
+
+namespace wonly::cpu {
+namespace {
+
+struct Ops {
+  struct F {
+    __m256 low = _mm256_setzero_ps(), high = _mm256_setzero_ps();
+  };
+  struct I {
+    __m256i low, high;
+  };
+
+  static constexpr int kDirectRows = 4;
+  static constexpr int kSplitRows = 1;
+  static constexpr int kMicroRows = 6;
+  static constexpr int kMicroVectors = 1;
+
+  static F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static void store(float* p, F v) {
+    _mm256_storeu_ps(p, v.low);
+    _mm256_storeu_ps(p + 8, v.high);
+  }
+  static F set1(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
+  static F add(F a, F b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
+  static F sub(F a, F b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
+  static F mul(F a, F b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
+  static F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
+
+  static F load_natural(const float* p) {
+    const __m256 first = _mm256_loadu_ps(p), second = _mm256_loadu_ps(p + 8);
+    const __m256 a = _mm256_unpacklo_ps(first, second), b = _mm256_unpackhi_ps(first, second);
+    return {_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)};
+  }
+  static void store_natural(float* p, F v) {
+    const __m256i even_odd = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m256 a = _mm256_permutevar8x32_ps(v.low, even_odd), b = _mm256_permutevar8x32_ps(v.high, even_odd);
+    _mm256_storeu_ps(p, _mm256_permute2f128_ps(a, b, 0x20));
+    _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(a, b, 0x31));
+  }
+
+  static void prefetch_atom(const uint32_t* p) {
+    for (int line = 0; line < 8; ++line) _mm_prefetch(reinterpret_cast<const char*>(p + 16 * line), _MM_HINT_T0);
+  }
+  // Four rows by four 64-bit columns.
+  static void transpose(const uint32_t* p, __m256i (&out)[4]) {
+    const auto row = [p](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16 * i)); };
+    const __m256i a = _mm256_unpacklo_epi64(row(0), row(1)), b = _mm256_unpackhi_epi64(row(0), row(1));
+    const __m256i c = _mm256_unpacklo_epi64(row(2), row(3)), d = _mm256_unpackhi_epi64(row(2), row(3));
+    out[0] = _mm256_permute2x128_si256(a, c, 0x20);
+    out[1] = _mm256_permute2x128_si256(b, d, 0x20);
+    out[2] = _mm256_permute2x128_si256(a, c, 0x31);
+    out[3] = _mm256_permute2x128_si256(b, d, 0x31);
+  }
+  static void load_atom(const uint32_t* p, I (&words)[8]) {
+    for (int half = 0; half < 2; ++half) {
+      __m256i low[4], high[4];
+      transpose(p + 8 * half, low);
+      transpose(p + 64 + 8 * half, high);
+      for (int j = 0; j < 4; ++j) words[4 * half + j] = {low[j], high[j]};
+    }
+  }
+
+  template <int kBits, bool kBiased>
+  struct Decoder {
+    template <int i>
+    static __m256 convert(__m256i words) {
+      __m256i code = i == 0 ? words : _mm256_srli_epi32(words, kBits * i);
+      if (kBits * (i + 1) < 32) code = _mm256_and_si256(code, _mm256_set1_epi32((1 << kBits) - 1));
+      if (kBiased) code = _mm256_sub_epi32(code, _mm256_set1_epi32(bias_of(kBits)));
+      return _mm256_cvtepi32_ps(code);
+    }
+    template <int i>
+    F get(I words) const {
+      return {convert<i>(words.low), convert<i>(words.high)};
+    }
+  };
+};
+
+}  // namespace
+}  // namespace wonly::cpu
+
+#include "cpu/engine_impl.h"
+
+namespace wonly::cpu {
+
+const Engine& avx2_engine() {
+  static constexpr Engine engine = make_engine("avx2", false);
+  return engine;
+}
+
+}  // namespace wonly::cpu

@@ -1,0 +1,149 @@
+// The 16-lane vector of AVX-512, for the engines with and without bfloat16 instructions.
+#pragma once
+
+#include <immintrin.h>
+
+#include "abi.h"
+#include "layout.h"
+
+namespace wonly::cpu {
+namespace {
+
+struct Ops {
+  using F = __m512;
+  using I = __m512i;
+
+  static constexpr int kDirectRows = 16;
+  static constexpr int kSplitRows = 4;
+  static constexpr int kMicroRows = 6;
+  static constexpr int kMicroVectors = 4;
+
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+  static F set1(float v) { return _mm512_set1_ps(v); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+
+  static F load_natural(const float* p) {
+    const I order = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+    return _mm512_permutexvar_ps(order, load(p));
+  }
+  static void store_natural(float* p, F v) {
+    const I order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    store(p, _mm512_permutexvar_ps(order, v));
+  }
+
+  static void prefetch_atom(const uint32_t* p) {
+#pragma GCC unroll 8
+    for (int line = 0; line < 8; ++line) _mm_prefetch(reinterpret_cast<const char*>(p + 16 * line), _MM_HINT_T0);
+  }
+  // An 8 x 8 transpose of 64-bit elements: rows i and i + 4 are put side by side by the loads.
+  static void load_atom(const uint32_t* p, I (&words)[8]) {
+    const I pick_low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+    const I pick_high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const auto rows = [p, half](int i) {
+        const uint32_t* row = p + 16 * i + 8 * half;
+        return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row))),
+                                  _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 64)), 1);
+      };
+      const I r0 = rows(0), r1 = rows(1), r2 = rows(2), r3 = rows(3);
+      const I a = _mm512_unpacklo_epi64(r0, r1), b = _mm512_unpackhi_epi64(r0, r1);
+      const I c = _mm512_unpacklo_epi64(r2, r3), d = _mm512_unpackhi_epi64(r2, r3);
+      words[4 * half + 0] = _mm512_permutex2var_epi64(a, pick_low, c);
+      words[4 * half + 1] = _mm512_permutex2var_epi64(b, pick_low, d);
+      words[4 * half + 2] = _mm512_permutex2var_epi64(a, pick_high, c);
+      words[4 * half + 3] = _mm512_permutex2var_epi64(b, pick_high, d);
+    }
+  }
+
+  template <int kBits, bool kBiased>
+  struct Decoder;
+
+  // A table look-up reads the low four bits of each lane: no mask, no conversion, and the bias is in the table.
+  template <bool kBiased>
+  struct Decoder<4, kBiased> {
+    static constexpr float b = kBiased ? 8.0f : 0.0f;
+    F table = _mm512_setr_ps(0 - b, 1 - b, 2 - b, 3 - b, 4 - b, 5 - b, 6 - b, 7 - b, 8 - b, 9 - b, 10 - b, 11 - b, 12 - b,
+                             13 - b, 14 - b, 15 - b);
+    template <int i>
+    F get(I words) const {
+      return _mm512_permutexvar_ps(i == 0 ? words : _mm512_srli_epi32(words, 4 * i), table);
+    }
+  };
+
+  template <bool kBiased>
+  struct Decoder<8, kBiased> {
+    template <int i>
+    F get(I words) const {
+      I code = i == 0 ? words : _mm512_srli_epi32(words, 8 * i);
+      if (i < 3) code = _mm512_and_si512(code, _mm512_set1_epi32(255));
+      const F value = _mm512_cvtepi32_ps(code);
+      return kBiased ? sub(value, set1(128.0f)) : value;
+    }
+  };
+
+#if defined(WONLY_BF16_PAIRS)
+  static I load_words(const float* p) { return _mm512_loadu_si512(p); }
+  static void store_words(float* p, I v) { _mm512_storeu_si512(p, v); }
+  static F multiply_pairs(F sum, I w, uint32_t x) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(x)));
+  }
+
+  // Pairs of code - zero as bfloat16. Pair i of a word: its codes 8i and 8i + 1 inputs on, in the two halves of the lane.
+  template <int kBits, bool kBiased>
+  struct PairDecoder;
+
+  template <bool kBiased>
+  struct PairDecoder<4, kBiased> {
+    // Entry i: i (and i - 32 in the upper half, for negative differences), or, biased, (i mod 16) - 8.
+    I table = make_table();
+    I zeros;
+
+    static I make_table() {
+      alignas(64) uint16_t entries[32];
+      for (int i = 0; i < 32; ++i) {
+        const float value = static_cast<float>(kBiased ? i % 16 - 8 : i < 16 ? i : i - 32);
+        uint32_t bits;
+        __builtin_memcpy(&bits, &value, 4);
+        entries[i] = static_cast<uint16_t>(bits >> 16);
+      }
+      return _mm512_load_si512(entries);
+    }
+    void set_zeros(F z) {
+      const I integer = _mm512_cvtps_epi32(z);
+      zeros = _mm512_or_si512(integer, _mm512_slli_epi32(integer, 16));
+    }
+    template <int i>
+    I get(I words) const {
+      I code = i == 0 ? words : _mm512_srli_epi32(words, 4 * i);
+      if (!kBiased) code = _mm512_sub_epi16(_mm512_and_si512(code, _mm512_set1_epi32(0x000f000f)), zeros);
+      return _mm512_permutexvar_epi16(code, table);
+    }
+  };
+
+  template <bool kBiased>
+  struct PairDecoder<8, kBiased> {
+    F zeros = set1(128.0f);
+
+    void set_zeros(F z) { zeros = z; }
+    template <int i>
+    I get(I words) const {
+      // The even code is byte i and the odd one byte i + 2; differences of bytes have at most eight significant bits, so
+      // the upper half of the float32 is the bfloat16.
+      const I even = _mm512_and_si512(i == 0 ? words : _mm512_srli_epi32(words, 8 * i), _mm512_set1_epi32(255));
+      const I odd = i == 0 ? _mm512_and_si512(_mm512_srli_epi32(words, 16), _mm512_set1_epi32(255))
+                           : _mm512_srli_epi32(words, 24);
+      const I low = _mm512_castps_si512(sub(_mm512_cvtepi32_ps(even), zeros));
+      const I high = _mm512_castps_si512(sub(_mm512_cvtepi32_ps(odd), zeros));
+      return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
+    }
+  };
+#endif
+};
+
+}  // namespace
+}  // namespace wonly::cpu
