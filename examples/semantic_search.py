@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import textwrap
@@ -20,12 +21,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import minilm
 import numpy as np
 from flax import nnx
 
 import jax_wonly as jw
 import jax_wonly.nnx
+import minilm
 from jax_wonly.progress import progress
 
 QUESTION = "how do I read a file line by line"
@@ -61,6 +62,7 @@ def split_topics(tokenizer) -> list[Passage]:
 
     passages = []
     for topic, text in sorted(topics.items()):
+        text = re.sub(r"[-=~^*+|]{3,}|(?<=\s)[|+](?=\s)", "", text)  # underlines, and the borders of tables
         paragraphs = [p for p in text.split("\n\n") if p.strip()]
         pieces = []
         for paragraph, encoded in zip(
@@ -127,7 +129,14 @@ def model_bytes(model: nnx.Module) -> int:
 
 def cache_file(options: argparse.Namespace, name: str, dtype, passages: list[Passage]) -> Path:
     """Returns where the embeddings of these passages by this model are kept."""
-    what = [name, str(options.group_size), str(options.batch), jnp.dtype(dtype).name, jax.default_backend()]
+    what = [
+        name,
+        str(options.group_size),
+        options.mode,
+        str(options.batch),
+        jnp.dtype(dtype).name,
+        jax.default_backend(),
+    ]
     what += [jw.__version__, jax.__version__, platform.python_version(), *(p.text for p in passages)]
     key = hashlib.sha256("\0".join(what).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_wonly" / "semantic_search"
@@ -170,7 +179,9 @@ def search(options: argparse.Namespace) -> tuple[list[Result], int]:
         model, held = dense, linear_bytes
         if bits is not None:
             model = nnx.clone(dense)
-            report = jw.nnx.quantize(model, bits=bits, group_size=options.group_size, progress=not options.json)
+            report = jw.nnx.quantize(
+                model, bits=bits, group_size=options.group_size, mode=options.mode, progress=not options.json
+            )
             held = linear_bytes - report.bytes_before + report.bytes_after
         encoder = Encoder(model, tokenizer, options.batch)
         file = None if options.no_cache else cache_file(options, name, dtype, passages)
@@ -270,6 +281,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top", type=positive, default=3, help="how many passages to print")
     parser.add_argument("--bits", type=int, nargs="*", choices=(4, 8), default=[8, 4], help="widths to compare")
     parser.add_argument("--group-size", type=int, default=128, help="inputs that share a scale")
+    parser.add_argument("--mode", default="integer_zeros", help="quantization mode, as in jax_wonly.quantize")
     parser.add_argument("--batch", type=positive, default=32, help="passages embedded at once")
     parser.add_argument("--limit", type=positive, help="embed only so many passages, spread over all topics")
     parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache of embeddings")

@@ -124,6 +124,7 @@ class QuantizedLinear(nnx.Module):
         self.bias = nnx.data(dense.bias)
         self.in_features = in_features
         self.out_features = out_features
+        self.bits = weight.bits
         self.use_bias = use_bias
         self.activation = activation
         self.dtype = dtype
@@ -193,6 +194,7 @@ class QuantizedLinear(nnx.Module):
             self.scales[...],
             None if self.zeros is None else self.zeros[...],
             None if self.offsets is None else self.offsets[...],
+            bits=self.bits,
             k=self.in_features,
             n=self.out_features,
         )
@@ -347,6 +349,27 @@ def quantize(
     _check_options(arguments, "quantize")
     model_bytes_before = _model_bytes(model)
 
+    plan, skipped = _plan(model, arguments, predicate)
+    _check_quantizable(plan.values())
+    total = len(plan)
+    work = _replace_planned(model, plan, {}, set(), measure_error)
+    if progress and total:
+        work = progress_bar(work, "quantize", total=total, unit="layers")
+    layers = tuple(work)
+    return Report(layers, skipped, model_bytes_before, _model_bytes(model))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    path: str
+    linear: nnx.Linear
+    options: dict[str, Any]
+
+
+def _plan(
+    model: nnx.Module, arguments: dict[str, Any], predicate: Predicate | None
+) -> tuple[dict[int, _Planned], tuple[SkippedLayer, ...]]:
+    """What to quantize, by the id of the layer, and what stays dense."""
     plan: dict[int, _Planned] = {}
     skipped: list[SkippedLayer] = []
     for path, module in _modules(model):
@@ -359,22 +382,7 @@ def quantize(
             skipped.append(SkippedLayer(path, type(module).__name__, shape, _nbytes(module.kernel[...]), chosen))
         else:
             plan[id(module)] = _Planned(path, module, chosen)
-    del module  # the last dense layer must not outlive its replacement
-
-    _check_quantizable(plan.values())
-    total = len(plan)
-    work = _replace_planned(model, plan, {}, set(), measure_error)
-    if progress and total:
-        work = progress_bar(work, "quantize", total=total, unit="layers")
-    layers = tuple(work)
-    return Report(layers, tuple(skipped), model_bytes_before, _model_bytes(model))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Planned:
-    path: str
-    linear: nnx.Linear
-    options: dict[str, Any]
+    return plan, tuple(skipped)
 
 
 def _choose(
@@ -413,10 +421,12 @@ def _check_options(options: Mapping[str, Any], where: str) -> None:
 
 
 def _check_quantizable(plan: Iterable[_Planned]) -> None:
-    """Traces the quantization of each distinct layer, so that a bad argument is told before anything is replaced."""
+    """Tries what may fail, so that it is told before anything is replaced: arguments by tracing, and finite kernels."""
     checked = set()
     for planned in plan:
         kernel = planned.linear.kernel[...]
+        if isinstance(kernel, jax.Array) and not isinstance(kernel, jax.core.Tracer) and not _finite(kernel):
+            raise ValueError(f"jax_wonly: the kernel of {planned.path} holds NaN or Inf; accepted: finite values.")
         key = (kernel.shape, kernel.dtype, repr(sorted(planned.options.items())))
         if key in checked:
             continue
@@ -476,13 +486,17 @@ def _quantize_layer(planned: _Planned, measure_error: bool) -> tuple[QuantizedLi
         jax.block_until_ready(weight)
         if measure_error:
             error = float(_relative_error(kernel, weight))
-    groups = weight.scales.shape[-2]
-    scheme = f"int{weight.bits}, " + ("per channel" if groups == 1 else f"group {layer.in_features // groups}")
+    size = weight.group_size
+    scheme = f"int{weight.bits}, " + ("per channel" if size == weight.k else f"group {size}")
     scheme += "" if weight.zeros is None else ", zeros"
     scheme += "" if weight.offsets is None else ", offsets"
-    after = sum(_nbytes(leaf) for leaf in jax.tree.leaves(weight))
     name = type(planned.linear).__name__
-    return layer, LayerReport(planned.path, name, tuple(kernel.shape), scheme, _nbytes(kernel), after, error)
+    return layer, LayerReport(planned.path, name, tuple(kernel.shape), scheme, _nbytes(kernel), weight.nbytes, error)
+
+
+@jax.jit
+def _finite(kernel: jax.Array) -> jax.Array:
+    return jnp.isfinite(kernel).all()
 
 
 @jax.jit

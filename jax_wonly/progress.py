@@ -26,10 +26,10 @@ def progress(
       unit: what an item is, such as ``"layers"``.
       file: where to draw, standard error by default.
     """
-    file = sys.stderr if file is None else file
+    out = sys.stderr if file is None else file
     if total is None:
         total = len(items)  # type: ignore[arg-type]
-    redraw = file.isatty()
+    redraw = out.isatty()
     start = time.perf_counter()
     drawn = start
     done = 0
@@ -41,9 +41,9 @@ def progress(
         filled = _WIDTH * done // max(total, 1)
         bar = "#" * filled + "." * (_WIDTH - filled)
         line = f"{label:<18} [{bar}] {done}/{total} {unit}".rstrip() + f"  {rate:.0f}/s  {left}"
-        file.write(f"\r{line:<78}" if redraw else line)
-        file.write(end)
-        file.flush()
+        out.write(f"\r{line:<78}" if redraw else line)
+        out.write(end)
+        out.flush()
 
     milestones = {total * (i + 1) // _LINES for i in range(_LINES)} - {0}
     for item in items:
