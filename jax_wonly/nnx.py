@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 try:
     from flax import nnx
@@ -425,7 +426,7 @@ def _check_quantizable(plan: Iterable[_Planned]) -> None:
     checked = set()
     for planned in plan:
         kernel = planned.linear.kernel[...]
-        if isinstance(kernel, jax.Array) and not isinstance(kernel, jax.core.Tracer) and not _finite(kernel):
+        if isinstance(kernel, jax.Array) and not isinstance(kernel, Tracer) and not _finite(kernel):
             raise ValueError(f"jax_wonly: the kernel of {planned.path} holds NaN or Inf; accepted: finite values.")
         key = (kernel.shape, kernel.dtype, repr(sorted(planned.options.items())))
         if key in checked:
@@ -481,7 +482,7 @@ def _quantize_layer(planned: _Planned, measure_error: bool) -> tuple[QuantizedLi
     layer = QuantizedLinear.from_linear(planned.linear, **planned.options)
     weight = layer.kernel
     error = None
-    if not isinstance(kernel, jax.core.Tracer):
+    if not isinstance(kernel, Tracer):
         # Without this the host runs ahead, and every dense kernel is alive at once.
         jax.block_until_ready(weight)
         if measure_error:
