@@ -119,8 +119,9 @@ def random_weight(rng, k, n, *, bits=4, group_size=None, mode="symmetric", scale
         z = 2.0 ** (bits - 1) if zeros is None else spread(zeros)
         dense = (codes - z) * s
         magnitude = (codes + np.abs(z)) * s
-    packed = np.stack([pack(c, bits) for c in codes.reshape(-1, k, n)])
-    packed = packed.reshape(*lead, *packed.shape[1:])
+    packed = np.zeros((*lead, -(-n // 64), -(-k // {4: 64, 8: 32}[bits]), 512), np.uint32)
+    for index in np.ndindex(*lead):
+        packed[index] = pack(codes[index], bits)
     arrays = [None if a is None else jnp.asarray(a) for a in (packed, scales, zeros, offsets)]
     return Weight(jw.QuantizedTensor(*arrays, bits=bits, k=k, n=n), dense, magnitude)
 
@@ -145,8 +146,8 @@ def activate(y: np.ndarray, activation: str | None) -> np.ndarray:
 def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtype=None, rounded_weights=False):
     """Holds ``y`` to ``activation(x @ w + bias)`` in float64.
 
-    The bound is float32 accumulation of the magnitudes that are added up, one rounding of the result, and, where weights may be
-    rounded to 16 bits on the way (``rounded_weights``), the random walk of those roundings.
+    The bound is float32 accumulation of the magnitudes that are added up, one rounding of the result, and, where
+    weights may be rounded to 16 bits on the way (``rounded_weights``), the random walk of those roundings.
     """
     out_dtype = str(out_dtype or x.dtype)
     assert str(y.dtype) == out_dtype, (y.dtype, out_dtype)

@@ -14,9 +14,9 @@ import jax_wonly as jw
 
 
 def arange_codes(bits, k, n):
-    return ((np.arange(k)[:, None] * 7 + np.arange(n)[None] * 3 + np.arange(k)[:, None] * np.arange(n)) % 2**bits).astype(
-        np.uint8
-    )
+    return (
+        (np.arange(k)[:, None] * 7 + np.arange(n)[None] * 3 + np.arange(k)[:, None] * np.arange(n)) % 2**bits
+    ).astype(np.uint8)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

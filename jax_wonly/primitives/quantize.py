@@ -23,6 +23,11 @@ def _rint(x):
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
+def _divide(a, b):
+    # XLA multiplies by the reciprocal of a broadcast divisor, which rounds differently; a selected one it leaves alone.
+    return a / jnp.where(a == a, b, jnp.float32(1))
+
+
 def _stored(x, dtype):
     """``x`` rounded to ``dtype``, and the float32 value of that."""
     # The barrier keeps XLA from dropping the round trip as excess precision.
@@ -31,9 +36,7 @@ def _stored(x, dtype):
 
 
 def _scale(span, steps: int, dtype):
-    # A barrier around the divisor: XLA would multiply by the reciprocal of a constant, which rounds differently.
-    divided = span / lax.optimization_barrier(jnp.float32(steps))
-    rounded = divided.astype(dtype)
+    rounded = _divide(span, jnp.float32(steps)).astype(dtype)
     return _stored(jnp.minimum(rounded, jnp.finfo(dtype).max), dtype)
 
 
@@ -61,7 +64,7 @@ def reference(w, *, bits: int, group_size: int, mode: QuantizeMode, scale_dtype)
 
     if mode == QuantizeMode.SYMMETRIC:
         scales, s = _scale(jnp.max(jnp.abs(w), axis=2, keepdims=True), bias - 1, scale_dtype)
-        q = jnp.clip(_rint(w / s), -bias, bias - 1) + bias
+        q = jnp.clip(_rint(_divide(w, s)), -bias, bias - 1) + bias
         q = jnp.where(s == 0, bias, q)
     else:
         lo, hi = jnp.min(w, axis=2, keepdims=True), jnp.max(w, axis=2, keepdims=True)
@@ -70,18 +73,18 @@ def reference(w, *, bits: int, group_size: int, mode: QuantizeMode, scale_dtype)
         scales, s = _scale(hi - lo, top, scale_dtype)
         flat = s == 0
         if mode == QuantizeMode.INTEGER_ZEROS:
-            z = jnp.where(flat, 0, jnp.clip(_rint(-lo / s), 0, top))
-            q = jnp.where(flat, z, jnp.clip(_rint(w / s) + z, 0, top))
+            z = jnp.where(flat, 0, jnp.clip(_rint(_divide(-lo, s)), 0, top))
+            q = jnp.where(flat, z, jnp.clip(_rint(_divide(w, s)) + z, 0, top))
             zeros = z.astype(jnp.uint8)
         elif mode == QuantizeMode.FLOAT_ZEROS:
-            zeros, z = _stored(-lo / s, scale_dtype)
-            q = jnp.where(flat, 0, jnp.clip(_rint(w / s + z), 0, top))
+            zeros, z = _stored(_divide(-lo, s), scale_dtype)
+            q = jnp.where(flat, 0, jnp.clip(_rint(_divide(w, s) + z), 0, top))
             constant = jnp.minimum(jnp.abs(lo).astype(scale_dtype), jnp.finfo(scale_dtype).max)
             scales = jnp.where(flat, constant, scales)
             zeros = jnp.where(flat, -jnp.sign(lo).astype(scale_dtype), zeros)
         else:
             zeros, o = _stored(lo, scale_dtype)
-            q = jnp.where(flat, 0, jnp.clip(_rint((w - o) / s), 0, top))
+            q = jnp.where(flat, 0, jnp.clip(_rint(_divide(w - o, s)), 0, top))
         shift = (zeros.reshape(b, groups, n),)
     codes = q.astype(jnp.uint8).reshape(b, k, n)
     return pack(codes, bits), scales.reshape(b, groups, n), *shift

@@ -1,0 +1,112 @@
+"""Checks of the product that the CPU and the GPU tests share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from reference import DTYPES, assert_product, random_weight, random_x
+
+import jax_wonly as jw
+
+# Inputs and outputs that are no multiples of a tile, for each group size.
+SHAPES = {32: (96, 70), 64: (192, 130), 128: (384, 67), 256: (256, 33), None: (101, 129)}
+ROWS = (0, 1, 7, 33)
+
+
+def check_cross_product(rng, *, bits, mode, x_dtype, scale_dtype, group_size, implementation, rows=ROWS):
+    """One point of the cross product of options, at several numbers of rows."""
+    k, n = SHAPES[group_size]
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
+    for m in rows:
+        x = random_x(rng, (m, k), x_dtype)
+        y = jw.matmul(x, weight.qt, implementation=implementation)
+        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation))
+
+
+def check_epilogue(rng, *, bits, mode, x_dtype, activation, out_dtype, implementation, m=5):
+    weight = random_weight(rng, 128, 70, bits=bits, group_size=64, mode=mode)
+    x = random_x(rng, (m, 128), x_dtype)
+    bias = jnp.asarray(rng.normal(1, 3, 70).astype(DTYPES[str(rng.choice(list(DTYPES)))]))
+    y = jw.matmul(
+        x,
+        weight.qt,
+        bias=bias,
+        activation=activation,
+        preferred_element_type=None if out_dtype is None else DTYPES[out_dtype],
+        implementation=implementation,
+    )
+    assert_product(
+        y,
+        x,
+        weight,
+        bias=bias,
+        activation=activation,
+        out_dtype=out_dtype,
+        rounded_weights=rounds_weights(implementation),
+    )
+
+
+def check_broadcasting(
+    rng, *, x_lead, weight_lead, vector=False, mode="offsets", x_dtype="float32", implementation=None
+):
+    """Leading axes as in ``jnp.matmul``."""
+    weight = random_weight(rng, 64, 70, group_size=32, mode=mode, lead=weight_lead)
+    x = random_x(rng, (64,) if vector else (*x_lead, 3, 64), x_dtype)
+    y = jw.matmul(x, weight.qt, implementation=implementation)
+    assert_product(y, x, weight, rounded_weights=rounds_weights(implementation))
+
+
+def check_non_finite(rng, implementation=None):
+    """NaN and Inf of one row of x stay in that row and reach all of it."""
+    weight = random_weight(rng, 64, 70, group_size=32)
+    x = np.asarray(random_x(rng, (5, 64))).copy()
+    clean = np.asarray(jw.matmul(x, weight.qt, implementation=implementation))
+    x[1, 3], x[3, 10] = np.nan, np.inf
+    y = np.asarray(jw.matmul(x, weight.qt, implementation=implementation))
+    assert np.isnan(y[1]).all()
+    assert not np.isfinite(y[3]).any()
+    np.testing.assert_array_equal(y[[0, 2, 4]], clean[[0, 2, 4]])
+
+
+def check_gradients(rng, *, bits, mode, implementation=None):
+    """Every cotangent against the float64 formula, for weights shared by the batch and not."""
+    for lead, x_lead in [((), (2,)), ((2,), ()), ((2,), (2,))]:
+        weight = random_weight(rng, 64, 35, bits=bits, group_size=32, mode=mode, lead=lead)
+        x = random_x(rng, (*x_lead, 3, 64))
+        bias = random_x(rng, (35,))
+        arrays = {key: a for key, a in weight.arrays.items() if a is not None}
+        floats = {key: a for key, a in arrays.items() if jnp.issubdtype(a.dtype, jnp.floating)}
+        qw = weight.qt.qvalue
+
+        def f(x, floats, bias, qw=qw, arrays=arrays):
+            return jw.matmul(x, qw, **(arrays | floats), bias=bias, implementation=implementation)
+
+        y, vjp = jax.vjp(f, x, floats, bias)
+        dy = random_x(rng, y.shape)
+        dx, dfloats, dbias = vjp(dy)
+
+        x64, dy64 = np.asarray(x, np.float64), np.asarray(dy, np.float64)
+        w64 = np.broadcast_to(weight.dense, (*y.shape[:-2], 64, 35))
+        dx64 = dy64 @ np.swapaxes(w64, -1, -2)
+        np.testing.assert_allclose(dx, dx64.sum(0) if x.ndim < dx64.ndim else dx64, rtol=1e-4, atol=1e-3)
+        np.testing.assert_allclose(dbias, dy64.sum(tuple(range(dy64.ndim - 1))), rtol=1e-4, atol=1e-3)
+        dw = np.swapaxes(np.broadcast_to(x64, (*y.shape[:-1], 64)), -1, -2) @ dy64
+        if not lead:
+            dw = dw.sum(0)
+        per_group = dw.reshape(*dw.shape[:-2], 2, 32, 35)
+        codes = np.asarray(jw.unpack(qw, bits, 64, 35)).astype(np.float64).reshape(per_group.shape)
+        scales = np.asarray(arrays["scales"], np.float64)
+        if "zeros" in arrays:
+            centred = codes - np.asarray(arrays["zeros"], np.float64)[..., None, :]
+        else:
+            centred = codes - (0 if "offsets" in arrays else 2 ** (bits - 1))
+        close = {"rtol": 1e-4, "atol": 1e-4 * np.abs(per_group).sum(-2).max() * 2**bits}
+        np.testing.assert_allclose(dfloats["scales"], (per_group * centred).sum(-2), **close)
+        if "zeros" in floats:
+            np.testing.assert_allclose(dfloats["zeros"], -per_group.sum(-2) * scales, **close)
+        if "offsets" in floats:
+            np.testing.assert_allclose(dfloats["offsets"], per_group.sum(-2), **close)
+
+
+def rounds_weights(implementation) -> bool:
+    """Whether weights may be rounded to the type of x on the way: in a dense product, which None may choose too."""
+    return implementation in (None, "xla", "dequantize")
