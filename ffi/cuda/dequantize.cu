@@ -51,9 +51,10 @@ __device__ __forceinline__ void load_parameters(const void* array, int64_t index
 
 template <typename T, int kBits, ShiftMode kMode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) dequantize_tiles(DequantizeArgs args) {
-  const int64_t n_tiles = ceil_div(args.n, kTileN);
+  // Counts of CTAs and inputs fit 32 bits, whose division is several times cheaper than that of 64.
+  const uint32_t n_tiles = static_cast<uint32_t>(ceil_div(args.n, kTileN));
   const int64_t k_tiles = ceil_div(args.k, tile_k(kBits));
-  const int64_t k_pieces = ceil_div(args.k, kPieceK);
+  const uint32_t k_pieces = static_cast<uint32_t>(ceil_div(args.k, kPieceK));
   const int64_t n_tile = blockIdx.x % n_tiles;
   const int64_t k_piece = blockIdx.x / n_tiles % k_pieces;
   const int64_t batch = blockIdx.x / n_tiles / k_pieces;
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) dequantize_t
   }
 
   // A block of 32 inputs lies within one group: groups are multiples of it, or all of the inputs.
-  const int64_t group = k_block / (args.k / args.groups);
+  const uint32_t group_size = static_cast<uint32_t>(args.k) / static_cast<uint32_t>(args.groups);
+  const int64_t group = static_cast<uint32_t>(k_block) / group_size;
   const int64_t parameter = group * args.n + n;
   float scales[kThreadN];
   float shifts[kThreadN];

@@ -68,8 +68,28 @@ __device__ __forceinline__ int rule_index(int output) {
   return (output % kThreadN) * kColumns + output / kThreadN;
 }
 
+// Extrema that a NaN spreads to: a group with one has a NaN scale, and shows.
+__device__ __forceinline__ float nan_min(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+#else
+  return isnan(a) || isnan(b) ? a + b : fminf(a, b);
+#endif
+}
+__device__ __forceinline__ float nan_max(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+#else
+  return isnan(a) || isnan(b) ? a + b : fmaxf(a, b);
+#endif
+}
+
 __device__ __forceinline__ float clamped_scale(float value, DType type) {
-  return fminf(round_to(type, value), largest_finite(type));
+  return nan_min(round_to(type, value), largest_finite(type));
 }
 
 // Scale and shift of a group with extrema lo <= hi, and the rule for its codes.
@@ -83,11 +103,11 @@ __device__ Rule make_rule(QuantizeMode mode, int bits, DType scale_dtype, float 
   if (mode == QuantizeMode::kSymmetric) {
     rule.base = static_cast<float>(bias_of(bits));
     const float qmax = rule.base - 1.0f;
-    rule.scale = clamped_scale(__fdiv_rn(fmaxf(-lo, hi), qmax), scale_dtype);
+    rule.scale = clamped_scale(__fdiv_rn(nan_max(-lo, hi), qmax), scale_dtype);
   } else {
     if (mode == QuantizeMode::kIntegerZeros) {
-      lo = fminf(lo, 0.0f);
-      hi = fmaxf(hi, 0.0f);
+      lo = nan_min(lo, 0.0f);
+      hi = nan_max(hi, 0.0f);
     }
     rule.scale = clamped_scale(__fdiv_rn(__fsub_rn(hi, lo), qtop), scale_dtype);
   }
@@ -186,8 +206,8 @@ __device__ __forceinline__ void update_extrema(const Values<T>& values, float (&
 #pragma unroll
       for (int j = 0; j < kThreadN; ++j) {
         const float v = to_float(values.rows[i].elements[j]);
-        lo[j] = fminf(lo[j], v);
-        hi[j] = fmaxf(hi[j], v);
+        lo[j] = nan_min(lo[j], v);
+        hi[j] = nan_max(hi[j], v);
       }
     }
   }
@@ -200,8 +220,8 @@ __device__ __forceinline__ void reduce_lanes(float (&lo)[kThreadN], float (&hi)[
   for (int j = 0; j < kThreadN; ++j) {
 #pragma unroll
     for (int mask = kColumns; mask < 32; mask *= 2) {
-      lo[j] = fminf(lo[j], __shfl_xor_sync(0xffffffffu, lo[j], mask));
-      hi[j] = fmaxf(hi[j], __shfl_xor_sync(0xffffffffu, hi[j], mask));
+      lo[j] = nan_min(lo[j], __shfl_xor_sync(0xffffffffu, lo[j], mask));
+      hi[j] = nan_max(hi[j], __shfl_xor_sync(0xffffffffu, hi[j], mask));
     }
   }
 }
@@ -318,7 +338,6 @@ __device__ __forceinline__ void store_stage(const uint32_t* stage, uint32_t* qw,
 
 // Writes scale and shift of one (group, output) from its extrema, and returns the rule for its codes.
 __device__ __forceinline__ Rule finish_group(const QuantizeArgs& args, float lo, float hi, int64_t index) {
-  if (!(lo <= hi)) lo = hi = 0.0f;  // nothing but NaN
   float shift;
   const Rule rule = make_rule(args.mode, args.bits, args.scale_dtype, lo, hi, shift);
   store_element(args.scales, index, rule.scale, args.scale_dtype);
@@ -340,8 +359,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<T>) quantize_groups(Quant
   __shared__ __align__(16) uint32_t stage[Part::words(8)];
   const RuleTable rules{rule_first, rule_base};
 
-  const int64_t n_tiles = ceil_div(args.n, kTileN);
-  const int64_t k_pieces = ceil_div(args.k, kRegisterK);
+  // Counts of CTAs fit 32 bits, whose division is several times cheaper than that of 64.
+  const uint32_t n_tiles = static_cast<uint32_t>(ceil_div(args.n, kTileN));
+  const uint32_t k_pieces = static_cast<uint32_t>(ceil_div(args.k, kRegisterK));
   const int64_t n_tile = blockIdx.x % n_tiles;
   const int64_t k_piece = blockIdx.x / n_tiles % k_pieces;
   const int64_t batch = blockIdx.x / n_tiles / k_pieces;
@@ -382,8 +402,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<T>) quantize_groups(Quant
       float group_lo = partial[0][group * group_warps][index];
       float group_hi = partial[1][group * group_warps][index];
       for (int other = 1; other < group_warps; ++other) {
-        group_lo = fminf(group_lo, partial[0][group * group_warps + other][index]);
-        group_hi = fmaxf(group_hi, partial[1][group * group_warps + other][index]);
+        group_lo = nan_min(group_lo, partial[0][group * group_warps + other][index]);
+        group_hi = nan_max(group_hi, partial[1][group * group_warps + other][index]);
       }
       const int64_t target = (batch * args.groups + first_group + group) * args.n + n;
       rules.put(group * kTileN + index, finish_group(args, group_lo, group_hi, target));
@@ -413,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, 2) quantize_channels(QuantizeArgs ar
   __shared__ __align__(16) uint32_t stage[Part::words(8)];
   const RuleTable rules{rule_first, rule_base};
 
-  const int64_t n_parts = ceil_div(args.n, kTileN) * (kTileN / Part::kOutputs);
+  const uint32_t n_parts = static_cast<uint32_t>(ceil_div(args.n, kTileN)) * (kTileN / Part::kOutputs);
   const int64_t n_part = blockIdx.x % n_parts;
   const int64_t batch = blockIdx.x / n_parts;
   const int warp = threadIdx.x / 32;
@@ -452,8 +472,8 @@ __global__ void __launch_bounds__(kThreads, 2) quantize_channels(QuantizeArgs ar
       float group_lo = partial[0][0][index];
       float group_hi = partial[1][0][index];
       for (int other = 1; other < kWarps; ++other) {
-        group_lo = fminf(group_lo, partial[0][other][index]);
-        group_hi = fmaxf(group_hi, partial[1][other][index]);
+        group_lo = nan_min(group_lo, partial[0][other][index]);
+        group_hi = nan_max(group_hi, partial[1][other][index]);
       }
       rules.put(index, finish_group(args, group_lo, group_hi, batch * args.n + n));
     } else {
