@@ -1,0 +1,268 @@
+// Checks and times every configuration of the small-M kernel, without Python in between: the source of ffi/cuda/dispatch.h's
+// tables. Build and run with benchmarks/tune.py.
+//
+//   kernel_sweep check                          every instance on odd shapes against a float64 sum, exit status 1 on a mismatch
+//   kernel_sweep time BITS GROUP X MS SHAPES    one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
+//                                               (X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel)
+//
+// Time: a CUDA graph of calls that rotate through more than four times the L2 of weights, median over replays.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cuda/element.cuh"
+#include "cuda/device.h"
+#include "cuda/matmul_stream.h"
+#include "layout.h"
+
+using namespace wonly;
+
+#define CHECK(call)                                                                                   \
+  do {                                                                                                \
+    cudaError_t error_ = (call);                                                                      \
+    if (error_ != cudaSuccess) {                                                                      \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+      std::exit(2);                                                                                   \
+    }                                                                                                 \
+  } while (0)
+
+__device__ uint32_t hash(uint64_t i) {
+  i = (i ^ (i >> 30)) * 0xbf58476d1ce4e5b9ull;
+  i = (i ^ (i >> 27)) * 0x94d049bb133111ebull;
+  return static_cast<uint32_t>(i >> 32);
+}
+__global__ void fill_words(uint32_t* to, int64_t count, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x)
+    to[i] = hash(seed * 0x9e3779b97f4a7c15ull + i);
+}
+// Uniform numbers, rounded to integers on request.
+__global__ void fill_floats(void* to, int64_t count, DType type, float low, float high, bool integer, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x) {
+    const float v = low + (high - low) * (hash(seed * 0x9e3779b97f4a7c15ull + i) * 0x1p-32f);
+    store_element(to, i, integer ? rintf(v) : v, type);
+  }
+}
+// One thread per output: the sum in float64, and the sum of the terms' magnitudes.
+__global__ void reference(MatmulArgs args, double* sum, double* magnitude) {
+  const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+  if (i >= args.batch * args.m * args.n) return;
+  const int64_t n = i % args.n, m = i / args.n % args.m, b = i / args.n / args.m;
+  const int step = tile_k(args.bits);
+  const int64_t tiles = ceil_div(args.k, step);
+  double total = 0, size = 0;
+  for (int64_t k = 0; k < args.k; ++k) {
+    const CodePosition at = code_position(args.bits, k % step, n % kTileN);
+    const uint32_t word = args.qw[b * args.qw_batch_stride + (n / kTileN * tiles + k / step) * kTileWords + at.word];
+    const double code = (word >> at.shift) & ((1u << args.bits) - 1);
+    const int64_t group = k / (args.k / args.groups) * args.n + n;
+    const double scale = load_element(args.scales, b * args.scales_batch_stride + group, args.scale_dtype);
+    const double shift = args.shift_mode == ShiftMode::kNone
+                             ? bias_of(args.bits)
+                             : load_element(args.shift, b * args.shift_batch_stride + group, args.shift_dtype);
+    const double w = args.shift_mode == ShiftMode::kOffsets ? code * scale + shift : (code - shift) * scale;
+    const double x = load_element(args.x, b * args.x_batch_stride + m * args.k + k, args.x_dtype);
+    total += w * x;
+    size += (args.shift_mode == ShiftMode::kOffsets ? fabs(code * scale) + fabs(shift) : (code + fabs(shift)) * scale) * fabs(x);
+  }
+  if (args.has_bias) total += load_element(args.bias, b * args.bias_batch_stride + n, args.bias_dtype);
+  if (args.activation == Activation::kRelu) total = total < 0 ? 0 : total;
+  sum[i] = total;
+  magnitude[i] = size;
+}
+
+struct Buffer {
+  void* data = nullptr;
+  explicit Buffer(int64_t bytes) { CHECK(cudaMalloc(&data, std::max<int64_t>(bytes, 4))); }
+  ~Buffer() { cudaFree(data); }
+  Buffer(const Buffer&) = delete;
+};
+
+void fill(void* to, int64_t count, DType type, float low, float high, bool integer, uint64_t seed) {
+  fill_floats<<<256, 256>>>(to, count, type, low, high, integer, seed);
+  CHECK(cudaGetLastError());
+}
+
+int check() {
+  Device device;
+  CHECK(current_device(&device));
+  int failed = 0, cases = 0;
+  double worst = 0;
+  uint64_t seed = 1;
+  struct Shape {
+    int64_t b, m, k, n, group;
+  };
+  const std::vector<Shape> shapes = {{1, 1, 64, 64, 0},      {1, 3, 100, 70, 0},   {2, 7, 96, 33, 32},    {1, 8, 1024, 136, 128},
+                                     {3, 5, 512, 192, 256},  {1, 17, 320, 50, 64}, {1, 9, 2048, 257, 32}, {1, 16, 4096, 128, 128},
+                                     {1, 33, 1536, 384, 128}, {1, 2, 33, 1, 0},     {2, 4, 101, 65, 0}};
+  for (const Shape& s : shapes)
+    for (int bits : {4, 8})
+      for (DType xt : {DType::kBF16, DType::kF16, DType::kF32})
+        for (int variant = 0; variant < 4; ++variant) {  // symmetric, u8 zeros, float zeros, offsets
+          const int64_t groups = s.group ? s.k / s.group : 1;
+          const int64_t words = ceil_div(s.n, kTileN) * ceil_div(s.k, tile_k(bits)) * kTileWords;
+          const DType st = variant == 1 ? DType::kF32 : xt == DType::kF16 ? DType::kF16 : DType::kBF16;
+          const DType zt = variant == 1 ? DType::kU8 : st;
+          Buffer x(s.b * s.m * s.k * 4), qw(s.b * words * 4), scales(s.b * groups * s.n * 4), shift(s.b * groups * s.n * 4),
+              bias(s.b * s.n * 4), y(s.b * s.m * s.n * 4), sum(s.b * s.m * s.n * 8), magnitude(s.b * s.m * s.n * 8);
+          fill(x.data, s.b * s.m * s.k, xt, -0.5f, 1.5f, false, ++seed);
+          fill_words<<<256, 256>>>(static_cast<uint32_t*>(qw.data), s.b * words, ++seed);
+          fill(scales.data, s.b * groups * s.n, st, 0.005f, 0.02f, false, ++seed);
+          const float top = bits == 4 ? 15.f : 255.f;
+          if (variant == 3) {
+            fill(shift.data, s.b * groups * s.n, zt, -0.2f, 0.1f, false, ++seed);
+          } else {
+            fill(shift.data, s.b * groups * s.n, zt, 0.f, top, variant == 1, ++seed);
+          }
+          fill(bias.data, s.b * s.n, DType::kF32, -1.f, 1.f, false, ++seed);
+          MatmulArgs args{};
+          args.x = x.data, args.qw = static_cast<uint32_t*>(qw.data), args.scales = scales.data, args.bias = bias.data;
+          args.shift = variant == 0 ? nullptr : shift.data;
+          args.y = y.data;
+          args.batch = s.b, args.m = s.m, args.k = s.k, args.n = s.n, args.groups = groups, args.bits = bits;
+          args.x_batch_stride = s.m * s.k, args.qw_batch_stride = words;
+          args.scales_batch_stride = args.shift_batch_stride = groups * s.n;
+          args.bias_batch_stride = s.n;
+          if (variant == 2) args.scales_batch_stride = args.qw_batch_stride = args.shift_batch_stride = 0;  // shared weights
+          args.x_dtype = xt, args.scale_dtype = st, args.shift_dtype = zt, args.bias_dtype = DType::kF32, args.y_dtype = DType::kF32;
+          args.shift_mode = variant == 0 ? ShiftMode::kNone : variant == 3 ? ShiftMode::kOffsets : ShiftMode::kZeros;
+          args.has_bias = variant != 2;
+          args.activation = variant == 3 ? Activation::kRelu : Activation::kNone;
+          const int64_t count = s.b * s.m * s.n;
+          reference<<<static_cast<unsigned>(ceil_div(count, 128)), 128>>>(args, static_cast<double*>(sum.data),
+                                                                        static_cast<double*>(magnitude.data));
+          std::vector<double> want(count), size(count);
+          std::vector<float> got(count);
+          CHECK(cudaMemcpy(want.data(), sum.data, count * 8, cudaMemcpyDeviceToHost));
+          CHECK(cudaMemcpy(size.data(), magnitude.data, count * 8, cudaMemcpyDeviceToHost));
+          for (int tiles : {1, 2})
+            for (int atoms : {1, 2, 4})
+              for (int warps : {1, 3, 8, 16})
+                for (int cluster : {1, 2, 8}) {
+                  const int ctas = warps <= 3 ? 3 : 1;
+                  if (warps > stream::max_warps(tiles)) continue;
+                  if ((seed + tiles + atoms + warps + cluster) % 3 != 0) continue;  // a third of them, another third each time
+                  CHECK(cudaMemset(y.data, 0xff, count * 4));  // NaN
+                  const cudaError_t launched = stream::launch(args, {atoms, tiles, warps, cluster, shared_share(device, ctas)}, nullptr);
+                  if (launched == cudaErrorInvalidConfiguration) continue;  // more shared memory than there is
+                  CHECK(launched);
+                  CHECK(cudaMemcpy(got.data(), y.data, count * 4, cudaMemcpyDeviceToHost));
+                  double error = 0;
+                  for (int64_t i = 0; i < count; ++i) {
+                    const double e = std::abs(got[i] - want[i]) / (size[i] + 1);
+                    if (!(e <= error)) error = e;
+                  }
+                  ++cases;
+                  worst = std::max(worst, error);
+                  if (!(error < (xt == DType::kF32 ? 2e-6 : 1e-6)) && ++failed <= 20) {
+                    std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d atoms%d tiles%d warps%d cluster%d: %g\n", s.b, s.m,
+                                s.k, s.n, s.group, bits, int(xt), variant, atoms, tiles, warps, cluster, error);
+                  }
+                }
+        }
+  std::printf("%d cases, %d wrong, largest error %.3g of the terms' sum\n", cases, failed, worst);
+  return failed != 0;
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  size_t begin = 0;
+  for (size_t end; (end = text.find(',', begin)) != std::string::npos; begin = end + 1) parts.push_back(text.substr(begin, end - begin));
+  parts.push_back(text.substr(begin));
+  return parts;
+}
+
+float graph_us(const std::vector<MatmulArgs>& calls, const stream::Config& config, cudaStream_t s) {
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+  for (const MatmulArgs& args : calls) CHECK(stream::launch(args, config, s));
+  CHECK(cudaStreamEndCapture(s, &graph));
+  CHECK(cudaGraphInstantiate(&exec, graph, 0));
+  cudaEvent_t begin, end;
+  CHECK(cudaEventCreate(&begin));
+  CHECK(cudaEventCreate(&end));
+  std::vector<float> times;
+  for (int i = 0; i < 8; ++i) {
+    CHECK(cudaEventRecord(begin, s));
+    CHECK(cudaGraphLaunch(exec, s));
+    CHECK(cudaEventRecord(end, s));
+    CHECK(cudaEventSynchronize(end));
+    float ms;
+    CHECK(cudaEventElapsedTime(&ms, begin, end));
+    if (i > 0) times.push_back(ms * 1000.f / calls.size());
+  }
+  CHECK(cudaGraphExecDestroy(exec));
+  CHECK(cudaGraphDestroy(graph));
+  CHECK(cudaEventDestroy(begin));
+  CHECK(cudaEventDestroy(end));
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2];
+}
+
+int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std::string& shapes) {
+  Device device;
+  CHECK(current_device(&device));
+  cudaStream_t s;
+  CHECK(cudaStreamCreate(&s));
+  for (const std::string& shape : split(shapes)) {
+    const int64_t k = std::atoll(shape.c_str()), n = std::atoll(shape.c_str() + shape.find('x') + 1);
+    const int64_t groups = group ? k / group : 1;
+    const int64_t words = ceil_div(n, kTileN) * ceil_div(k, tile_k(bits)) * kTileWords;
+    const DType st = xt == DType::kF16 ? DType::kF16 : DType::kBF16;
+    const int copies = static_cast<int>(std::max<int64_t>(4, ceil_div(int64_t{220} << 20, words * 4)));
+    Buffer qw(copies * words * 4), scales(copies * groups * n * 2), x(64 * k * 4), y(64 * n * 4);
+    fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
+    fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
+    fill(x.data, 64 * k, xt, -1.f, 1.f, false, 9);
+    for (const std::string& m_text : split(ms)) {
+      const int64_t m = std::atoll(m_text.c_str());
+      std::vector<MatmulArgs> calls;
+      for (int i = 0; i < std::max(copies, 24); ++i) {
+        MatmulArgs args{};
+        args.x = x.data, args.qw = static_cast<uint32_t*>(qw.data) + i % copies * words;
+        args.scales = static_cast<uint16_t*>(scales.data) + i % copies * groups * n;
+        args.y = y.data;
+        args.batch = 1, args.m = m, args.k = k, args.n = n, args.groups = groups, args.bits = bits;
+        args.x_dtype = args.y_dtype = xt;
+        args.scale_dtype = st;
+        calls.push_back(args);
+      }
+      const double bytes = words * 4.0 + groups * n * 2.0 + m * k * element_size(xt) + m * n * element_size(xt);
+      const int tiles = m <= 8 ? 1 : 2;
+      for (int atoms : {1, 2, 4})
+        for (int warps : {4, 8, 16})
+          for (int cluster : {1, 2, 4, 8})
+            for (int ctas : {1, 2, 3, 4}) {
+            if (warps > stream::max_warps(tiles)) continue;
+            const int64_t ctas_in_all = ceil_div(n, 16 * atoms) * cluster;
+            if (ctas_in_all <= 132 * (ctas - 1)) continue;
+            if (ctas_in_all < 64 || warps * ctas < 8 || warps * ctas > 24) continue;
+            if (stream::launch(calls[0], {atoms, tiles, warps, cluster, shared_share(device, ctas)}, s) != cudaSuccess) continue;
+            const float us = graph_us(calls, {atoms, tiles, warps, cluster, shared_share(device, ctas)}, s);
+            std::printf("%ld %ld %ld %d %d %d %d %d %.2f %.0f\n", k, n, m, atoms, tiles, warps, cluster, ctas, us, bytes / us * 1e-3);
+          }
+      std::fflush(stdout);
+    }
+  }
+  return 0;
+}
+
+int main(int argc, char** argv) {
+  if (argc == 2 && std::strcmp(argv[1], "check") == 0) return check();
+  if (argc == 7 && std::strcmp(argv[1], "time") == 0) {
+    const std::string x = argv[4];
+    return time_all(std::atoi(argv[2]), std::atoll(argv[3]), x == "bf16" ? DType::kBF16 : x == "f16" ? DType::kF16 : DType::kF32, argv[5],
+                    argv[6]);
+  }
+  std::fprintf(stderr, "usage: kernel_sweep check | time BITS GROUP X MS SHAPES\n");
+  return 2;
+}

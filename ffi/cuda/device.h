@@ -1,0 +1,37 @@
+// What the dispatch needs to know of a GPU.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace wonly {
+
+struct Device {
+  int architecture = 0;       // 10 * major + minor
+  int multiprocessors = 0;
+  int shared_per_block = 0;   // bytes of shared memory that one CTA may ask for
+  int shared_per_multiprocessor = 0;
+  int reserved_per_block = 0;  // bytes of it that the system takes from every CTA
+};
+
+// Of the current device; attribute queries are cached by the driver and take no lock.
+inline cudaError_t current_device(Device* device) {
+  int id = 0, major = 0, minor = 0;
+  const auto read = [&](int* to, cudaDeviceAttr attribute) { return cudaDeviceGetAttribute(to, attribute, id); };
+  cudaError_t error = cudaGetDevice(&id);
+  if (error == cudaSuccess) error = read(&major, cudaDevAttrComputeCapabilityMajor);
+  if (error == cudaSuccess) error = read(&minor, cudaDevAttrComputeCapabilityMinor);
+  if (error == cudaSuccess) error = read(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
+  if (error == cudaSuccess) error = read(&device->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  if (error == cudaSuccess) error = read(&device->shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  if (error == cudaSuccess) error = read(&device->reserved_per_block, cudaDevAttrReservedSharedMemoryPerBlock);
+  device->architecture = 10 * major + minor;
+  return error;
+}
+
+// Shared memory of one CTA when `ctas` of them are to run on a multiprocessor at once.
+inline int shared_share(const Device& device, int ctas) {
+  const int share = device.shared_per_multiprocessor / ctas - device.reserved_per_block;
+  return share < device.shared_per_block ? share : device.shared_per_block;
+}
+
+}  // namespace wonly

@@ -1,0 +1,34 @@
+// The weight-only product on CUDA devices: what the custom-call handler calls.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "abi.h"
+
+namespace wonly {
+
+// Operands of y[B, M, N] = act(x[B, M, K] @ W[B, K, N] + bias[B, N]), W packed as layout.h says. Batch strides are in elements
+// and 0 for an operand that all of the batch shares. `groups` divides k; k / groups is 32, 64, 128, 256 or k itself.
+struct MatmulArgs {
+  const void* x;
+  const uint32_t* qw;
+  const void* scales;  // [B, groups, N]
+  const void* shift;   // [B, groups, N], null without
+  const void* bias;    // [B, N], null without
+  void* y;
+  int64_t batch;
+  int64_t x_batch_stride, qw_batch_stride, scales_batch_stride, shift_batch_stride, bias_batch_stride;
+  int64_t m, k, n, groups;
+  int bits;
+  DType x_dtype, scale_dtype, shift_dtype, bias_dtype, y_dtype;
+  ShiftMode shift_mode;
+  bool has_bias;
+  Activation activation;
+};
+
+// Enqueues the product on `stream`. Neither allocates nor synchronises, so it can be captured into a CUDA graph.
+cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream);
+
+}  // namespace wonly

@@ -1,0 +1,18 @@
+#include "cuda/matmul_stream.h"
+
+namespace wonly::stream {
+
+cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+  switch (args.x_dtype) {
+    case DType::kF16:
+      return launch_f16(args, config, stream);
+    case DType::kBF16:
+      return launch_bf16(args, config, stream);
+    case DType::kF32:
+      return launch_f32(args, config, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace wonly::stream

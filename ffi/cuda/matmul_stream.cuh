@@ -1,0 +1,561 @@
+// Small-M product: weights streamed once from memory at full bandwidth, tokens on the narrow side of the tensor-core instruction.
+//
+// A warp owns 16 * kAtoms outputs and a run of the inputs. It copies its packed weights, with the scales and activations that
+// belong to them, into a ring of its own in shared memory (cp.async), so no barrier of the CTA ever waits for memory, and feeds the
+// codes to mma.sync as the A operand with nothing but a mask: a 16-bit pattern c < 256 is the bf16 number c * 2^-133, a pattern
+// < 2048 the fp16 number c * 2^-24, and tensor cores multiply them exactly (docs/performance.md). Scale and zero wait for the
+// float32 accumulator, once per group: acc += scale * (part - zero * sum(x)), the sum by one more mma whose A is ones.
+// Warps of a CTA, and CTAs of a cluster, split the inputs; partial sums are added in a fixed order, so results have the same bits
+// on every run, and a token's result does not depend on the other tokens.
+//
+// Tokens with an activation of 2^64 or more, infinite or NaN leave the range where that is exact, which shows in their sum(x); they
+// are recomputed term by term as a dense product would (exact_sum), so infinities and NaNs propagate as they do there.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/element.cuh"
+#include "cuda/launch.h"
+#include "cuda/matmul_stream.h"
+#include "cuda/ptx.cuh"
+#include "layout.h"
+
+namespace wonly::stream {
+
+constexpr int kStageK = 128;    // inputs that one ring slot holds
+constexpr int kBlockK = 32;     // inputs of the smallest group
+constexpr int kStageBlocks = kStageK / kBlockK;
+constexpr int kMaxDepth = 8;
+struct Params {
+  MatmulArgs args;
+  int cluster;
+  int depth;                    // slots of a warp's ring
+  int log2_group_blocks;        // group size = 32 << this; -1: one scale per output
+  bool scales_in_pieces_of_4;   // rows of scales and shift are aligned for cp.async
+  bool x_in_pieces_of_16;       // rows of x are
+  int slot_bytes;               // weights, rows of scales and shift, x
+  int warp_bytes;               // a warp's ring, and later its partial sums
+};
+
+__host__ __device__ constexpr int weight_bytes(int atoms, int bits) { return atoms * kAtomWords * 4 * kStageK / tile_k(bits); }
+// Of the scales that one stage may need; as many bytes of shift follow. Every type has room.
+__host__ __device__ constexpr int scale_bytes(int atoms, int flushes) { return flushes * atoms * kAtomN * 4; }
+// A token's inputs of one stage, padded so that the lanes of a warp read 32 different banks.
+__host__ __device__ constexpr int token_bytes(int x_size) { return x_size == 4 ? kStageK * 4 + 32 : kStageK * 2 + 16; }
+__host__ __device__ constexpr int partial_stride(int atoms) { return atoms * kAtomN + 4; }  // + 4 floats: no bank conflicts
+
+// How x enters the tensor core. Codes carry 2^-133 (bf16) or 2^-24 (fp16); `kUnscale` takes that, and x's own power of two, back.
+template <typename X>
+struct Operand;
+
+template <>
+struct Operand<__nv_bfloat16> {
+  using Raw = uint32_t;
+  static constexpr int kPieces = 1;
+  static constexpr float kUnscale = 0x1p+69f;  // 2^133 / 2^64
+  // Multiplying x by 2^64 keeps code * x above float32's subnormals.
+  __device__ static void pieces(Raw raw, bool sixteenth, uint32_t (&b)[kPieces]) {
+    b[0] = ptx::mul_bf16x2(raw, sixteenth ? 0x5d805d80u : 0x5f805f80u);  // 2^60, 2^64
+  }
+};
+
+template <>
+struct Operand<__half> {
+  using Raw = uint32_t;
+  static constexpr int kPieces = 1;
+  static constexpr float kUnscale = 0x1p+24f;
+  __device__ static void pieces(Raw raw, bool, uint32_t (&b)[kPieces]) { b[0] = raw; }
+};
+
+// A float32 is exactly the sum of three bf16 numbers (24 = 8 + 8 + 8 bits), split by truncation; the codes are exact, so the
+// product keeps float32's accuracy at three instructions instead of one.
+template <>
+struct Operand<float> {
+  using Raw = float2;
+  static constexpr int kPieces = 3;
+  static constexpr float kUnscale = 0x1p+69f;
+  __device__ static void pieces(Raw raw, bool sixteenth, uint32_t (&b)[kPieces]) {
+    float rest[2] = {raw.x * (sixteenth ? 0x1p+60f : 0x1p+64f), raw.y * (sixteenth ? 0x1p+60f : 0x1p+64f)};
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      b[piece] = __byte_perm(__float_as_uint(rest[0]), __float_as_uint(rest[1]), 0x7632);  // the high halves of both
+      rest[0] -= __uint_as_float(__float_as_uint(rest[0]) & 0xffff0000u);
+      rest[1] -= __uint_as_float(__float_as_uint(rest[1]) & 0xffff0000u);
+    }
+  }
+};
+
+// A packed word holds codes of one output; pair i of inputs is what one half of a k16 step wants. int4 words hold two steps
+// (pairs 0, 1 and 2, 3), int8 words one. In bf16 the second pair of a step is left 16 times too large, which saves a shift: x is
+// divided by 16 there instead, exactly. fp16 has no exponent range to spare for that and shifts.
+template <typename X, int kBits>
+constexpr bool kSecondPairTimes16 = kBits == 4 && !std::is_same_v<X, __half>;
+
+template <typename X, int kBits>
+__device__ __forceinline__ uint32_t code_pair(uint32_t word, int pair) {
+  if constexpr (kBits == 8) {
+    return pair == 0 ? word & 0x00ff00ffu : __byte_perm(word, 0, 0x4341);
+  } else if constexpr (kSecondPairTimes16<X, kBits>) {
+    return (pair < 2 ? word : word >> 8) & (pair % 2 == 0 ? 0x000f000fu : 0x00f000f0u);
+  } else {
+    return (word >> (4 * pair)) & 0x000f000fu;
+  }
+}
+
+template <typename X>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<X, __half>) {
+    ptx::mma_f16(d, a, b0, b1);
+  } else {
+    ptx::mma_bf16(d, a, b0, b1);
+  }
+}
+
+// Sixteen bytes of x that are not aligned for cp.async, or that the row's end cuts: zeros after `left` elements.
+template <typename X>
+__device__ __noinline__ uint4 load_some(const X* from, int64_t left) {
+  union {
+    uint4 vector;
+    X elements[16 / sizeof(X)];
+  } chunk;
+  chunk.vector = {};
+  for (int i = 0; i < static_cast<int>(16 / sizeof(X)) && i < left; ++i) chunk.elements[i] = from[i];
+  return chunk.vector;
+}
+
+// One value for each of a lane's outputs, rows g and g + 8 of every strip.
+template <int kAtoms, typename Read>
+__device__ __forceinline__ void for_rows(float (&to)[kAtoms][2], int g, Read&& read) {
+#pragma unroll
+  for (int atom = 0; atom < kAtoms; ++atom) {
+    to[atom][0] = read(atom * kAtomN + g);
+    to[atom][1] = read(atom * kAtomN + 8 + g);
+  }
+}
+template <int kAtoms>
+__device__ __forceinline__ void read_rows(float (&to)[kAtoms][2], const uint8_t* rows, DType type, int g) {
+  if (type == DType::kF32) {
+    for_rows<kAtoms>(to, g, [&](int row) { return reinterpret_cast<const float*>(rows)[row]; });
+  } else if (type == DType::kU8) {
+    for_rows<kAtoms>(to, g, [&](int row) { return static_cast<float>(rows[row]); });
+  } else {
+    const bool bf16 = type == DType::kBF16;
+    for_rows<kAtoms>(to, g, [&](int row) {
+      const uint16_t bits = reinterpret_cast<const uint16_t*>(rows)[row];
+      return bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
+    });
+  }
+}
+
+__device__ __forceinline__ float apply(Activation activation, float v) {
+  switch (activation) {
+    case Activation::kNone:
+      return v;
+    case Activation::kRelu:
+      return v < 0.f ? 0.f : v;  // NaN stays NaN
+    case Activation::kRelu6:
+      return v < 0.f ? 0.f : v > 6.f ? 6.f : v;
+    case Activation::kGelu:
+      return 0.5f * v * (1.f + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v)));
+    case Activation::kSilu:
+      return v / (1.f + expf(-v));
+  }
+  return v;
+}
+
+// sum over [k_begin, k_end) of w[k, n] x[k], each weight dequantized first.
+template <typename X>
+__device__ __noinline__ float exact_sum(const MatmulArgs& args, const X* row, const uint32_t* qw, const void* scales,
+                                        const void* shift, int64_t n, int64_t k_begin, int64_t k_end) {
+  const int step = tile_k(args.bits);
+  const int64_t tiles = ceil_div(args.k, step);
+  const int64_t group_size = args.k / args.groups;
+  float sum = 0.f;
+  for (int64_t k = k_begin; k < k_end; ++k) {
+    const CodePosition at = code_position(args.bits, static_cast<int>(k % step), static_cast<int>(n % kTileN));
+    const uint32_t word = qw[((n / kTileN) * tiles + k / step) * kTileWords + at.word];
+    const float code = static_cast<float>((word >> at.shift) & ((1u << args.bits) - 1u));
+    const int64_t index = (k / group_size) * args.n + n;
+    const float scale = load_element(scales, index, args.scale_dtype);
+    float weight;
+    if (args.shift_mode == ShiftMode::kOffsets) {
+      weight = code * scale + load_element(shift, index, args.shift_dtype);
+    } else {
+      const float zero =
+          args.shift_mode == ShiftMode::kZeros ? load_element(shift, index, args.shift_dtype) : static_cast<float>(bias_of(args.bits));
+      weight = (code - zero) * scale;
+    }
+    sum += weight * static_cast<float>(row[k]);
+  }
+  return sum;
+}
+
+// A stage's sums join the accumulator kFlushes times: 4 for groups of 32 and 64 inputs, else once.
+template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes>
+__global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(const __grid_constant__ Params params) {
+  constexpr int kRows = kAtoms * kAtomN;
+  constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage
+  constexpr int kWeightBytes = weight_bytes(kAtoms, kBits);
+  constexpr int kScaleBytes = scale_bytes(kAtoms, kFlushes);
+  constexpr int kScaleRowBytes = kScaleBytes / kFlushes;
+  constexpr int kTokenBytes = token_bytes(sizeof(X));
+  constexpr int kPieces = Operand<X>::kPieces;
+  constexpr int kChunkX = 16 / sizeof(X);           // inputs of one 16-byte copy
+  constexpr int kTokenChunks = kStageK / kChunkX;   // copies of one token
+  constexpr int kCopyTokens = 32 / kTokenChunks;    // tokens that the 32 lanes copy at once
+  constexpr int kCopies = 8 * kTokenTiles / kCopyTokens;
+  constexpr float kUnscale = Operand<X>::kUnscale;
+  using Raw = typename Operand<X>::Raw;
+  static_assert(kTileN % kRows == 0, "a warp's outputs lie in one tile");
+  static_assert(kCopyTokens >= 1, "a token's stage is at most one copy of the warp");
+
+  extern __shared__ __align__(128) uint8_t shared[];
+  const MatmulArgs& args = params.args;
+  const int warps = blockDim.x / 32;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const int rank = blockIdx.x % params.cluster;
+  const int64_t n0 = static_cast<int64_t>(blockIdx.x / params.cluster) * kRows;
+  const int64_t m0 = static_cast<int64_t>(blockIdx.y) * (8 * kTokenTiles);
+  const int64_t batch = blockIdx.z;
+  const int tokens = static_cast<int>(min(static_cast<int64_t>(8 * kTokenTiles), args.m - m0));
+
+  const X* x = static_cast<const X*>(args.x) + batch * args.x_batch_stride;
+  const uint32_t* qw = args.qw + batch * args.qw_batch_stride;
+  const int scale_size = element_size(args.scale_dtype);
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
+  const uint8_t* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
+
+  // This warp's run of stages.
+  const int stages = static_cast<int>(ceil_div(args.k, kStageK));
+  const int runs = params.cluster * warps;
+  const int run = rank * warps + warp;
+  const int first_stage = static_cast<int>(static_cast<int64_t>(stages) * run / runs);
+  const int end_stage = static_cast<int>(static_cast<int64_t>(stages) * (run + 1) / runs);
+  const int full_stages = static_cast<int>(args.k / kStageK);
+  const int blocks = static_cast<int>(ceil_div(args.k, kBlockK));
+  const bool grouped = params.log2_group_blocks >= 0;
+  uint8_t* const ring = shared + warp * params.warp_bytes;
+  uint8_t* const ring_end = ring + params.depth * params.slot_bytes;
+
+  // What this lane copies next: its words of the stage, its 16 bytes of some tokens, its 4 bytes of a row of scales.
+  const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(kBits)));
+  const uint32_t* next_words = qw + ((n0 / kTileN) * k_tiles + static_cast<int64_t>(first_stage) * kTiles) * kTileWords +
+                               (n0 % kTileN) / kAtomN * kAtomWords + lane * 4;
+  const int copy_token = lane / kTokenChunks;
+  const int copy_k = lane % kTokenChunks * kChunkX;
+  const X* next_x = x + (m0 + copy_token) * args.k + static_cast<int64_t>(first_stage) * kStageK + copy_k;
+  const int64_t copy_stride = kCopyTokens * args.k;
+  const int copies = (tokens - copy_token + kCopyTokens - 1) / kCopyTokens;
+  const int copy_to_x = kWeightBytes + 2 * kScaleBytes + copy_token * kTokenBytes + copy_k * static_cast<int>(sizeof(X));
+  const int outputs = static_cast<int>(min(static_cast<int64_t>(kRows), args.n - n0));
+  int next_stage = first_stage;
+
+  const auto copy_rows = [&](uint8_t* to, const uint8_t* rows, int size) {
+    const int bytes = outputs * size;
+#pragma unroll 1
+    for (int row = 0; row < kFlushes; ++row, to += kScaleRowBytes) {
+      const int block = next_stage * kStageBlocks + row;
+      if (block >= blocks) break;
+      const uint8_t* from = rows + ((block >> params.log2_group_blocks) * args.n + n0) * size;
+      if (params.scales_in_pieces_of_4) {
+#pragma unroll
+        for (int at = 0; at < kScaleRowBytes; at += 128) {
+          if (at + lane * 4 < bytes) ptx::cp_async_4(to + at + lane * 4, from + at + lane * 4);
+        }
+      } else {
+#pragma unroll 1
+        for (int at = lane; at < bytes; at += 32) to[at] = from[at];
+      }
+    }
+  };
+  const auto fetch = [&](uint8_t* slot) {
+    if (next_stage < end_stage) {
+      const int tiles = k_tiles - next_stage * kTiles;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          uint8_t* to = slot + ((tile * kAtoms + atom) * 32 + lane) * 16;
+          if (tile < tiles) {
+            ptx::cp_async_16(to, next_words + tile * kTileWords + atom * kAtomWords);
+          } else {
+            *reinterpret_cast<uint4*>(to) = {};
+          }
+        }
+      }
+      if (next_stage < full_stages && params.x_in_pieces_of_16) {
+#pragma unroll
+        for (int copy = 0; copy < kCopies; ++copy) {
+          if (copy < copies) ptx::cp_async_16(slot + copy_to_x + copy * kCopyTokens * kTokenBytes, next_x + copy * copy_stride);
+        }
+      } else {
+        const int64_t left = args.k - static_cast<int64_t>(next_stage) * kStageK - copy_k;
+#pragma unroll 1
+        for (int copy = 0; copy < copies; ++copy) {
+          *reinterpret_cast<uint4*>(slot + copy_to_x + copy * kCopyTokens * kTokenBytes) =
+              load_some(next_x + copy * copy_stride, left);
+        }
+      }
+      if (grouped) {
+        copy_rows(slot + kWeightBytes, scales, scale_size);
+        if (shift_size != 0) copy_rows(slot + kWeightBytes + kScaleBytes, shift, shift_size);
+      }
+      next_words += kTiles * kTileWords;
+      next_x += kStageK;
+      ++next_stage;
+    }
+    ptx::cp_async_commit();
+  };
+
+#pragma unroll 1
+  for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * params.slot_bytes);
+
+  float acc[kAtoms][kTokenTiles][4] = {};
+  bool exceptional[kTokenTiles][2] = {};  // tokens 2t and 2t + 1 of the tile
+  // w = scale * code + offset, with x's and the codes' powers of two in both.
+  float scale[kAtoms][2], offset[kAtoms][2];
+  const auto set_offsets = [&]() {
+    const float bias = static_cast<float>(bias_of(kBits));
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scale[atom][i] *= kUnscale;
+        if (args.shift_mode == ShiftMode::kOffsets) {
+          offset[atom][i] *= kUnscale;
+        } else {
+          offset[atom][i] = -scale[atom][i] * (shift_size == 0 ? bias : offset[atom][i]);
+        }
+      }
+    }
+  };
+  if (!grouped) {
+    const auto output = [&](int row) { return min(n0 + row, args.n - 1); };
+    for_rows<kAtoms>(scale, g, [&](int row) { return load_element(scales, output(row), args.scale_dtype); });
+    if (shift_size != 0) for_rows<kAtoms>(offset, g, [&](int row) { return load_element(shift, output(row), args.shift_dtype); });
+    set_offsets();
+  }
+
+  const int lane_x = kWeightBytes + 2 * kScaleBytes + t * static_cast<int>(sizeof(Raw));
+  int token_x[kTokenTiles];  // columns beyond the last token repeat it
+#pragma unroll
+  for (int tile = 0; tile < kTokenTiles; ++tile) token_x[tile] = lane_x + min(tile * 8 + g, tokens - 1) * kTokenBytes;
+
+  uint8_t* slot = ring;
+  uint8_t* free_slot = ring_end - params.slot_bytes;
+#pragma unroll 1
+  for (int stage = first_stage; stage < end_stage; ++stage) {
+    ptx::cp_async_wait_all_but(params.depth - 2);
+    __syncwarp();  // x and scales are copied by other lanes; and every lane is done with the slot that is filled next
+    fetch(free_slot);
+#pragma unroll
+    for (int flush = 0; flush < kFlushes; ++flush) {
+      if (kFlushes > 1 && stage * kStageBlocks + flush >= blocks) break;
+      if (grouped) {
+        const uint8_t* row = slot + kWeightBytes + flush * kScaleRowBytes;
+        read_rows<kAtoms>(scale, row, args.scale_dtype, g);
+        if (shift_size != 0) read_rows<kAtoms>(offset, row + kScaleBytes, args.shift_dtype, g);
+        set_offsets();
+      }
+      float part[kAtoms][kTokenTiles][4] = {};
+      float sum[kTokenTiles][4] = {};
+#pragma unroll
+      for (int block = flush * kStageBlocks / kFlushes; block < (flush + 1) * kStageBlocks / kFlushes; ++block) {
+        uint4 words[kAtoms];
+#pragma unroll
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          const int tile = block * kBlockK / tile_k(kBits);
+          words[atom] = *reinterpret_cast<const uint4*>(slot + ((tile * kAtoms + atom) * 32 + lane) * 16);
+        }
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          constexpr uint32_t kOne = 0x00010001u;
+          constexpr uint32_t kOneHigh = kSecondPairTimes16<X, kBits> ? 0x00100010u : kOne;
+          const uint32_t ones[4] = {kOne, kOne, kOneHigh, kOneHigh};
+          uint32_t codes[kAtoms][4];
+#pragma unroll
+          for (int atom = 0; atom < kAtoms; ++atom) {
+            const uint4 w = words[atom];
+            const bool second = kBits == 4 ? block % 2 == 1 : step == 1;
+            const uint32_t low = second ? w.z : w.x, high = second ? w.w : w.y;  // rows g and g + 8
+            const int pair = kBits == 4 ? 2 * step : 0;
+            codes[atom][0] = code_pair<X, kBits>(low, pair);
+            codes[atom][1] = code_pair<X, kBits>(high, pair);
+            codes[atom][2] = code_pair<X, kBits>(low, pair + 1);
+            codes[atom][3] = code_pair<X, kBits>(high, pair + 1);
+          }
+#pragma unroll
+          for (int tile = 0; tile < kTokenTiles; ++tile) {
+            const uint8_t* pairs = slot + token_x[tile] + (block * 2 + step) * 16 * sizeof(X);
+            uint32_t b0[kPieces], b1[kPieces];
+            Operand<X>::pieces(*reinterpret_cast<const Raw*>(pairs), false, b0);
+            Operand<X>::pieces(*reinterpret_cast<const Raw*>(pairs + 8 * sizeof(X)), kSecondPairTimes16<X, kBits>, b1);
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+              mma<X>(sum[tile], ones, b0[piece], b1[piece]);
+#pragma unroll
+              for (int atom = 0; atom < kAtoms; ++atom) mma<X>(part[atom][tile], codes[atom], b0[piece], b1[piece]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int atom = 0; atom < kAtoms; ++atom) {
+            float& a = acc[atom][tile][i];
+            a = fmaf(scale[atom][i / 2], part[atom][tile][i], fmaf(offset[atom][i / 2], sum[tile][i % 2], a));
+          }
+        }
+        exceptional[tile][0] |= !(fabsf(sum[tile][0]) < INFINITY);
+        exceptional[tile][1] |= !(fabsf(sum[tile][1]) < INFINITY);
+      }
+    }
+    free_slot = slot;
+    slot += params.slot_bytes;
+    if (slot == ring_end) slot = ring;
+  }
+
+  bool any = false;
+#pragma unroll
+  for (int tile = 0; tile < kTokenTiles; ++tile) any |= exceptional[tile][0] | exceptional[tile][1];
+  if (any) {
+    const int64_t k_begin = static_cast<int64_t>(first_stage) * kStageK;
+    const int64_t k_end = min(static_cast<int64_t>(end_stage) * kStageK, args.k);
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+      for (int atom = 0; atom < kAtoms; ++atom) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int64_t m = m0 + tile * 8 + 2 * t + i % 2;
+          const int64_t n = n0 + atom * kAtomN + i / 2 * 8 + g;
+          if (exceptional[tile][i % 2] && m < args.m && n < args.n) {
+            acc[atom][tile][i] = exact_sum(args, x + m * args.k, qw, scales, shift, n, k_begin, k_end);
+          }
+        }
+      }
+    }
+  }
+
+  // Partial sums: warps of the CTA in order, then CTAs of the cluster in order.
+  constexpr int kStride = partial_stride(kAtoms);
+  ptx::cp_async_wait<0>();
+  __syncwarp();
+  float* partial = reinterpret_cast<float*>(ring);
+#pragma unroll
+  for (int atom = 0; atom < kAtoms; ++atom) {
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        partial[(tile * 8 + 2 * t + i % 2) * kStride + atom * kAtomN + i / 2 * 8 + g] = acc[atom][tile][i];
+      }
+    }
+  }
+  __syncthreads();
+  float* total = reinterpret_cast<float*>(shared + warps * params.warp_bytes);
+  const auto store = [&](int token, int row, float value) {
+    const int64_t m = m0 + token, n = n0 + row;
+    if (m >= args.m || n >= args.n) return;
+    if (args.has_bias) value += load_element(args.bias, batch * args.bias_batch_stride + n, args.bias_dtype);
+    store_element(args.y, (batch * args.m + m) * args.n + n, apply(args.activation, value), args.y_dtype);
+  };
+  for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
+    const int token = i / kRows, row = i % kRows;
+    float value = 0.f;
+    for (int w = 0; w < warps; ++w) {
+      value += reinterpret_cast<const float*>(shared + w * params.warp_bytes)[token * kStride + row];
+    }
+    if (params.cluster == 1) {
+      store(token, row, value);
+    } else {
+      total[i] = value;
+    }
+  }
+#if __CUDA_ARCH__ >= 900
+  if (params.cluster > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    for (int i = rank * blockDim.x + threadIdx.x; i < tokens * kRows; i += params.cluster * blockDim.x) {
+      float value = 0.f;
+      for (int other = 0; other < params.cluster; ++other) value += ptx::load_shared_of_rank(total + i, other);
+      store(i / kRows, i % kRows, value);
+    }
+    ptx::cluster_arrive();  // shared memory must outlive the others' reads of it
+    ptx::cluster_wait();
+  }
+#endif
+}
+
+template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes>
+cudaError_t launch_instance(Params params, const Config& config, cudaStream_t stream) {
+  constexpr int kRows = kAtoms * kAtomN;
+  const MatmulArgs& args = params.args;
+  const int tokens = static_cast<int>(std::min<int64_t>(args.m, 8 * kTokenTiles));
+  const int slot = weight_bytes(kAtoms, kBits) + 2 * scale_bytes(kAtoms, kFlushes) + tokens * token_bytes(sizeof(X));
+  const int partial = tokens * partial_stride(kAtoms) * 4;
+  const int total = tokens * kRows * 4;
+  const int budget = config.shared_bytes - total;
+  params.slot_bytes = slot;
+  params.depth = std::min(budget / config.warps / slot, kMaxDepth);
+  if (params.depth < 2) return cudaErrorInvalidConfiguration;
+  params.warp_bytes = std::max(params.depth * slot, static_cast<int>(ceil_div(partial, 16)) * 16);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(ceil_div(args.n, kRows) * config.cluster),
+                    static_cast<unsigned>(ceil_div(args.m, 8 * kTokenTiles)), static_cast<unsigned>(args.batch));
+  shape.threads = config.warps * 32;
+  shape.cluster = config.cluster;
+  shape.shared_bytes = config.warps * params.warp_bytes + total;
+  return launch_kernel(stream_matmul<X, kBits, kAtoms, kTokenTiles, kFlushes>, shape, stream, params);
+}
+
+template <typename X, int kBits, int kTokenTiles>
+cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
+  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
+  switch (config.atoms) {
+    case 1:
+      return small_groups ? launch_instance<X, kBits, 1, kTokenTiles, 4>(params, config, stream)
+                          : launch_instance<X, kBits, 1, kTokenTiles, 1>(params, config, stream);
+    case 2:
+      return small_groups ? launch_instance<X, kBits, 2, kTokenTiles, 4>(params, config, stream)
+                          : launch_instance<X, kBits, 2, kTokenTiles, 1>(params, config, stream);
+    case 4:
+      return small_groups ? launch_instance<X, kBits, 4, kTokenTiles, 4>(params, config, stream)
+                          : launch_instance<X, kBits, 4, kTokenTiles, 1>(params, config, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+template <typename X>
+cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+  Params params{};
+  params.args = args;
+  params.cluster = config.cluster;
+  params.log2_group_blocks = -1;
+  if (args.groups > 1) {
+    params.log2_group_blocks = 0;
+    while ((int64_t{kBlockK} << params.log2_group_blocks) < args.k / args.groups) ++params.log2_group_blocks;
+    const int shift_size = args.shift_mode == ShiftMode::kNone ? 4 : element_size(args.shift_dtype);
+    params.scales_in_pieces_of_4 = args.n * element_size(args.scale_dtype) % 4 == 0 && args.n * shift_size % 4 == 0;
+  }
+  params.x_in_pieces_of_16 = args.k * sizeof(X) % 16 == 0;
+  if (config.warps < 1 || config.warps > max_warps(config.token_tiles)) return cudaErrorInvalidValue;
+  if (config.token_tiles == 1) {
+    return args.bits == 4 ? launch_tokens<X, 4, 1>(params, config, stream) : launch_tokens<X, 8, 1>(params, config, stream);
+  }
+  return args.bits == 4 ? launch_tokens<X, 4, 2>(params, config, stream) : launch_tokens<X, 8, 2>(params, config, stream);
+}
+
+}  // namespace wonly::stream

@@ -1,0 +1,25 @@
+// The small-M product (matmul_stream.cuh), one compiled file per activation type.
+#pragma once
+
+#include "cuda/matmul.h"
+
+namespace wonly::stream {
+
+struct Config {
+  int atoms;        // 16-output strips of a warp: 1, 2 or 4
+  int token_tiles;  // tiles of 8 tokens that share one pass over the weights: 1 or 2
+  int warps;        // of one CTA, along the inputs: 1 .. max_warps(token_tiles)
+  int cluster;      // CTAs along the inputs: 1, 2, 4 or 8 (more than 1 needs sm_90)
+  int shared_bytes;  // that a CTA may use: its rings are as deep as that allows
+};
+
+constexpr int max_warps(int token_tiles) { return token_tiles == 1 ? 16 : 8; }
+
+// cudaErrorInvalidConfiguration when `shared_bytes` is too little.
+cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+
+cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+
+}  // namespace wonly::stream
