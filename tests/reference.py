@@ -156,7 +156,7 @@ def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtyp
     x64 = x64[None] if vector else x64
     k = x64.shape[-1]
     exact = x64 @ weight.dense
-    bound = 2.0**-22 * max(1.0, np.sqrt(k) / 8) * (np.abs(x64) @ weight.magnitude)
+    bound = 2.0**-21 * max(1.0, np.sqrt(k) / 8) * (np.abs(x64) @ weight.magnitude)
     if rounded_weights and str(x.dtype) != "float32":
         unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[str(x.dtype)]
         bound = bound + 3 * unit * np.sqrt((x64**2) @ (weight.dense**2))

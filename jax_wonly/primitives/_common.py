@@ -51,3 +51,16 @@ def merge_batch(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tu
             a = jnp.broadcast_to(a, (size, lead, *rest))
         out.append(a.reshape(a.shape[0] * a.shape[1], *rest))
     return out, size, lead
+
+
+def align_varying(*operands: jax.Array) -> list[jax.Array]:
+    """Inside ``shard_map``, lets every operand vary over the mesh axes that any of them varies over, as JAX's own do."""
+
+    def varying(a):
+        kind = getattr(jax.typeof(a), "manual_axis_type", None)
+        return kind.varying if kind is not None else getattr(jax.typeof(a), "vma", frozenset())
+
+    every = frozenset().union(*map(varying, operands))
+    return [
+        jax.lax.pcast(a, tuple(sorted(every - varying(a))), to="varying") if every - varying(a) else a for a in operands
+    ]

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, ShiftMode
 from jax_wonly.primitives import dequantize
-from jax_wonly.primitives._common import make_primitive, merge_batch, register_lowerings
+from jax_wonly.primitives._common import align_varying, make_primitive, merge_batch, register_lowerings
 
 matmul_p = make_primitive("wonly_matmul")
 
@@ -56,7 +56,7 @@ class Params(NamedTuple):
 
 def matmul(x, qw, scales, *rest, params: Params) -> jax.Array:
     """Binds the primitive; shapes and dtypes are the caller's responsibility."""
-    return matmul_p.bind(x, qw, scales, *rest, params=params)
+    return matmul_p.bind(*align_varying(x, qw, scales, *rest), params=params)
 
 
 def _split(rest, p: Params):
