@@ -1,4 +1,4 @@
-"""What each fast conversion of ``ffi/dequant/convert.h`` returns, written apart from it; shared by CPU and GPU tests."""
+"""What each conversion of ``ffi/dequant/convert.h`` returns, written apart from it; shared by CPU and GPU tests."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ _LINEAR = {8: [(0, 1), (2, 3)]}
 
 @dataclass(frozen=True)
 class Conversion:
-    """Codes of ``bits`` bits, at the positions ``pairs`` (one pair for each result register), less ``zero``, as ``dtype``."""
+    """Codes of ``bits`` bits at the positions ``pairs`` (one pair for each register), less ``zero``, as ``dtype``."""
 
     bits: int
     zero: int
