@@ -13,26 +13,25 @@ MODES = ("symmetric", "integer_zeros", "float_zeros", "offsets")
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """One code at a time, as ffi/layout.h places it."""
-    k_size, n_size = codes.shape
+    """Puts every code where ``code_position`` of ffi/layout.h says, by index arithmetic."""
     tile_k = {4: 64, 8: 32}[bits]
-    nt, kt = -(-n_size // 64), -(-k_size // tile_k)
-    words = np.zeros((nt, kt, 512), np.uint64)
-    for k in range(kt * tile_k):
-        for n in range(nt * 64):
-            code = int(codes[k, n]) if k < k_size and n < n_size else {4: 8, 8: 128}[bits]
-            kk, nn = k % tile_k, n % 64
-            row = nn % 16
-            lane = 4 * (row % 8) + (kk % 8) // 2
-            pair, odd = (kk % 32) // 8, kk % 2
-            if bits == 4:
-                word = (nn // 16) * 128 + lane * 4 + (kk // 32) * 2 + row // 8
-                shift = 4 * (pair + 4 * odd)
-            else:
-                word = (nn // 16) * 128 + lane * 4 + ((kk % 32) // 16) * 2 + row // 8
-                shift = 8 * (pair % 2 + 2 * odd)
-            words[n // 64, k // tile_k, word] |= np.uint64(code << shift)
-    return words.astype(np.uint32)
+    nt, kt = -(-codes.shape[1] // 64), -(-codes.shape[0] // tile_k)
+    padded = np.full((kt * tile_k, nt * 64), {4: 8, 8: 128}[bits], np.uint32)
+    padded[: codes.shape[0], : codes.shape[1]] = codes
+    k, n = np.indices(padded.shape)
+    kk, nn = k % tile_k, n % 64
+    row = nn % 16
+    lane = 4 * (row % 8) + (kk % 8) // 2
+    pair, odd = (kk % 32) // 8, kk % 2
+    if bits == 4:
+        word = (nn // 16) * 128 + lane * 4 + (kk // 32) * 2 + row // 8
+        shift = 4 * (pair + 4 * odd)
+    else:
+        word = (nn // 16) * 128 + lane * 4 + ((kk % 32) // 16) * 2 + row // 8
+        shift = 8 * (pair % 2 + 2 * odd)
+    words = np.zeros((nt, kt, 512), np.uint32)
+    np.bitwise_or.at(words, (n // 64, k // tile_k, word), padded << shift.astype(np.uint32))
+    return words
 
 
 def quantize(w, bits: int, group_size: int | None, mode: str, scale_dtype):

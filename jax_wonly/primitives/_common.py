@@ -54,7 +54,7 @@ def merge_batch(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tu
 
 
 def align_varying(*operands: jax.Array) -> list[jax.Array]:
-    """Inside ``shard_map``, lets every operand vary over the mesh axes that any of them varies over, as JAX's own do."""
+    """Inside ``shard_map``, lets every operand vary over the mesh axes that any of them varies over."""
 
     def varying(a):
         kind = getattr(jax.typeof(a), "manual_axis_type", None)

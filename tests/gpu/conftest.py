@@ -1,20 +1,22 @@
-"""Everything here needs an NVIDIA GPU and the CUDA kernels: run with ``pytest -m gpu``."""
+"""Skips with the reason where there is no GPU, or no CUDA binary."""
 
 import jax
 import pytest
 
-from jax_wonly import _ffi
+import jax_wonly as jw
 
 
-@pytest.fixture(autouse=True)
-def gpu():
-    """The GPU that the test runs on; skips, with the reason, where there is none."""
+def _missing() -> str | None:
     try:
-        device = jax.devices("cuda")[0]
+        jax.devices("cuda")
     except RuntimeError as error:
-        pytest.skip(f"no GPU: {error}")
-    reason = _ffi.ensure_registered()["cuda"]
-    if reason is not None:
+        return f"no GPU backend: {error}"
+    status = jw.status()
+    return None if status.cuda else f"no CUDA kernels: {status.cuda_reason}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _gpu():
+    reason = _missing()
+    if reason:
         pytest.skip(reason)
-    with jax.default_device(device):
-        yield device

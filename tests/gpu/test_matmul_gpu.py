@@ -1,0 +1,172 @@
+"""The CUDA product: the same checks as on the CPU, and what only a GPU has."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matmul_cases import (
+    check_broadcasting,
+    check_cross_product,
+    check_epilogue,
+    check_gradients,
+    check_non_finite,
+)
+from reference import DTYPES, MODES, assert_product, random_weight, random_x
+
+import jax_wonly as jw
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kernel(rng, bits, mode, x_dtype, scale_dtype, group_size):
+    check_cross_product(
+        rng,
+        bits=bits,
+        mode=mode,
+        x_dtype=x_dtype,
+        scale_dtype=scale_dtype,
+        group_size=group_size,
+        implementation="cuda",
+        rows=(0, 1, 7, 33),
+    )
+
+
+@pytest.mark.parametrize("m", [1, 2, 8, 9, 16, 17, 31, 64, 65, 128, 200, 257, 600])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("implementation", [None, "cuda"])
+def test_rows(rng, m, x_dtype, implementation):
+    """Every range of M that a kernel or the dispatch may treat apart, on a shape with several tiles each way."""
+    for bits, mode, k, n in [(4, "symmetric", 1024, 1000), (8, "integer_zeros", 640, 321), (4, "offsets", 2048, 64)]:
+        weight = random_weight(rng, k, n, bits=bits, group_size=128, mode=mode)
+        x = random_x(rng, (m, k), x_dtype)
+        y = jw.matmul(x, weight.qt, implementation=implementation)
+        assert_product(y, x, weight, rounded_weights=implementation is None)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "dequantize"])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_other_implementations(rng, bits, mode, x_dtype, implementation):
+    check_cross_product(
+        rng,
+        bits=bits,
+        mode=mode,
+        x_dtype=x_dtype,
+        scale_dtype="float32",
+        group_size=64,
+        implementation=implementation,
+        rows=(0, 33),
+    )
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "dequantize"])
+@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "silu"])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_epilogue(rng, implementation, activation, x_dtype):
+    for out_dtype in (None, *DTYPES):
+        for m in (3, 40):
+            check_epilogue(
+                rng,
+                bits=int(rng.choice([4, 8])),
+                mode=str(rng.choice(MODES)),
+                x_dtype=x_dtype,
+                activation=activation,
+                out_dtype=out_dtype,
+                implementation=implementation,
+                m=m,
+            )
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("x_lead", "weight_lead"),
+    [
+        ((2, 3), ()),
+        ((), (3,)),
+        ((3,), (3,)),
+        ((2, 3), (3,)),
+        ((3, 2), (3, 1)),
+        ((2, 1), (1, 3)),
+        ((0,), ()),
+        ((), (0,)),
+    ],
+)
+def test_leading_axes(rng, x_lead, weight_lead, x_dtype):
+    check_broadcasting(rng, x_lead=x_lead, weight_lead=weight_lead, x_dtype=x_dtype, implementation="cuda")
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "dequantize", "xla"])
+def test_non_finite(rng, implementation):
+    check_non_finite(rng, implementation)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gradients(rng, bits, mode):
+    check_gradients(rng, bits=bits, mode=mode)
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_deterministic(rng, x_dtype):
+    weight = random_weight(rng, 4096, 257, group_size=128)
+    for m in (1, 16, 100):
+        x = random_x(rng, (m, 4096), x_dtype)
+        f = jax.jit(lambda x: jw.matmul(x, weight.qt, implementation="cuda"))
+        y = np.asarray(f(x))
+        for _ in range(10):
+            np.testing.assert_array_equal(f(x), y)
+
+
+def test_one_call_under_vmap(rng):
+    def calls(f, *args):
+        return jax.jit(f).lower(*args).compile().as_text().count('custom_call_target="wonly_matmul_v1"')
+
+    weight = random_weight(rng, 64, 70, group_size=32, lead=(3,))
+    x = random_x(rng, (3, 5, 64))
+    assert calls(jax.vmap(jw.matmul), x, weight.qt) == 1
+    assert calls(jax.vmap(jw.matmul, in_axes=(None, 0)), x[0], weight.qt) == 1
+    assert calls(jax.vmap(jw.matmul, in_axes=(0, None)), x, weight.qt[0]) == 1
+
+
+def test_scan_and_repeated_runs(rng):
+    """A long chain, many times: what command buffers capture and replay."""
+    weight = random_weight(rng, 128, 128, group_size=32, lead=(6,))
+    x = random_x(rng, (4, 128), "bfloat16")
+    scale = jnp.bfloat16(1 / 32)
+
+    @jax.jit
+    def unrolled(x, qt):
+        for i in range(6):
+            x = jw.matmul(x, qt[i]) * scale
+        return x
+
+    @jax.jit
+    def scanned(x, qt):
+        return jax.lax.scan(lambda c, w: (jw.matmul(c, w) * scale, None), x, qt)[0]
+
+    first = np.asarray(unrolled(x, weight.qt)).astype(np.float32)
+    expected = np.asarray(x).astype(np.float64)
+    for i in range(6):
+        expected = expected @ weight.dense[i] / 32
+    # Six roundings to bfloat16, and their growth.
+    np.testing.assert_allclose(first, expected, atol=0.05 * np.abs(expected).max())
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(unrolled(x, weight.qt)).astype(np.float32), first)
+        np.testing.assert_allclose(
+            np.asarray(scanned(x, weight.qt)).astype(np.float32), first, atol=0.02 * np.abs(first).max()
+        )
+
+
+def test_float32_is_not_tf32(rng):
+    weight = random_weight(rng, 1024, 256, bits=8, group_size=128)
+    x = random_x(rng, (512, 1024))
+    for implementation in (None, "cuda", "dequantize", "xla"):
+        assert_product(jw.matmul(x, weight.qt, implementation=implementation), x, weight)
+    dx = jax.grad(lambda x: jw.matmul(x, weight.qt)[:, 0].sum())(x)
+    np.testing.assert_allclose(dx[0], weight.dense[:, 0], rtol=1e-5, atol=1e-6)
