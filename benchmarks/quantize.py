@@ -2,9 +2,10 @@
 
     python benchmarks/quantize.py [--iterations 20] [--output FILE]
 
-Kernel time is CUPTI's, the median over the iterations. Bandwidth counts every byte that has to be read or written once: the dense
-weight, the packed one, scales and shift. "copy" is XLA's kernel that negates an array of the same size, timed the same way; the
-arrays are larger than the L2 cache. Quantizing with one scale per output reads the weight twice, which is not counted.
+Kernel time is CUPTI's, the median over the iterations. Bandwidth counts each byte that has to be read or written
+once: the dense weight, the packed one, scales and shift. "copy" is XLA's kernel that negates an array of the same
+size, timed the same way; the arrays are larger than the L2 cache. With one scale per output the quantizer reads the
+weight twice, which is not counted.
 """
 
 import argparse
