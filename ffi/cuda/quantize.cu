@@ -6,8 +6,8 @@
 // Groups of up to 256 inputs keep their values in registers and read w once. Longer ones (one scale per output) read it
 // twice, the second time from the end, where the first pass has left the cache warm.
 //
-// What is computed is written once, in docs/format.md, and has the same bits on every platform: float32 throughout,
-// each operation rounded by itself.
+// What is computed is defined by `reference` in jax_wonly/primitives/quantize.py and has the same bits on every
+// platform: float32 throughout, each operation rounded by itself.
 #include <cuda_runtime.h>
 
 #include <cstdint>
