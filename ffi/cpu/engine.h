@@ -36,21 +36,52 @@ struct Weights {
   WONLY_ALWAYS_INLINE bool whole_groups() const { return groups == 1 || group_size() % 32 == 0; }
 };
 
-// How x is handed to the kernels: as float32, or as pairs of bfloat16 for instructions that multiply pairs.
-enum class Form { kF32 = 0, kBF16Pairs = 1 };
+// Inputs that are added up before their scale is applied: whole tiles of one group, 256 at most.
+constexpr int64_t kRunInputs = 256;
 
-// Rows of x in blocks, each [k_padded / 2 or k_padded][rows of the block]: block i holds rows block_begin(i) ..
-// block_begin(i + 1) of rows_padded. Rows and inputs beyond rows and k are zeros.
+WONLY_ALWAYS_INLINE int64_t run_end(const Weights& weights, int64_t begin) {
+  int64_t end = begin + kRunInputs;
+  const int64_t k_padded = weights.tiles_k() * tile_k(weights.bits);
+  if (weights.groups > 1) {
+    const int64_t group_end = (begin / weights.group_size() + 1) * weights.group_size();
+    if (end > group_end) end = group_end;
+  }
+  return end < k_padded ? end : k_padded;
+}
+
+// How x is handed to the kernels: as float32, as pairs of bfloat16 for instructions that multiply pairs, or in fixed point as
+// three planes of signed bytes for instructions that multiply bytes. The last: within a run, x = 2^-e (d0 + 2^8 d1 + 2^16 d2),
+// 24 bits in all, which holds a float32 to its last place where the inputs of a run are of similar size. Rows where they are
+// not (see plane_exponents) take the float32 form instead.
+enum class Form { kF32 = 0, kBF16Pairs = 1, kPlanes = 2 };
+
+// One row in one run, as planes: its unit 2^-e, the sum of its integers, and sums of its digits.
+struct PlaneRun {
+  float unit;
+  float total;
+  int32_t sums[3];
+  int32_t starts[3];  // -bias * sums: where the sums of (code - bias) * digit start
+};
+
+// Rows of x in blocks, each [inputs][rows of the block]: block i holds rows block_begin(i) .. block_begin(i + 1) of
+// rows_padded. Rows and inputs beyond rows and k are zeros. An element, of four bytes, is a float32, a pair of bfloat16, or,
+// three for each row, four digits of a plane.
 struct PackedX {
   void* data;
   Form form;
+  const int32_t* row_index;  // of the rows in x and y; null: all rows
+  const int16_t* exponents;  // kPlanes: [rows of x][runs]
+  PlaneRun* plane_runs;      // kPlanes: for each block [runs][rows of the block]
+  int64_t runs;
   int64_t rows, rows_padded;
-  int64_t k, k_padded;
+  int64_t k_padded;
   int64_t blocks;
 
   WONLY_ALWAYS_INLINE int64_t block_begin(int64_t i) const { return rows_padded * i / blocks; }
-  // Both forms take four bytes for one element: a float32, or a pair of bfloat16.
-  WONLY_ALWAYS_INLINE int64_t row_elements() const { return form == Form::kF32 ? k_padded : k_padded / 2; }
+  WONLY_ALWAYS_INLINE int64_t row_elements() const {
+    return form == Form::kF32 ? k_padded : form == Form::kBF16Pairs ? k_padded / 2 : k_padded / 4 * 3;
+  }
+  WONLY_ALWAYS_INLINE int64_t row(int64_t i) const { return row_index != nullptr ? row_index[i] : i; }
 };
 
 // The product of all packed rows with the outputs of tile `tile`: y[rows, n] = activation(x @ W + bias).
@@ -92,12 +123,16 @@ struct Engine {
   const char* name;
   int64_t direct_rows;  // up to this many rows, codes are converted in registers, for all rows at once
   int64_t panel_rows;   // rows of a block otherwise, when codes are converted to a panel that all blocks share
+  int64_t plane_rows;   // rows of a block of Form::kPlanes; 0: the form is not known
   bool pairs;           // knows Form::kBF16Pairs
   int64_t (*direct_width)(int64_t rows);  // rows_padded of the direct kernels: rows rounded up to a compiled width
-  void (*pack_block)(const PackedX& packed, Rows x, int64_t block);
+  // Whether row `row` of x keeps float32's accuracy as planes; if so, exponents[run] are set.
+  bool (*plane_exponents)(const Weights& weights, Rows x, int64_t row, int16_t* exponents);
+  void (*pack_block)(const PackedX& packed, const Weights& weights, Rows x, int64_t block);
   int64_t (*scratch_floats)(const Weights& weights, int64_t rows);
   void (*matmul_direct)(const MatmulTask& task);
   void (*matmul_panel)(const MatmulTask& task);
+  void (*matmul_planes)(const MatmulTask& task);
   void (*quantize)(const QuantizeTask& task);
   void (*dequantize)(const DequantizeTask& task);
 };
@@ -106,6 +141,7 @@ const Engine& generic_engine();
 #if defined(WONLY_CPU_X86)
 const Engine& avx2_engine();
 const Engine& avx512_engine();
+const Engine& avx512_vnni_engine();
 const Engine& avx512_bf16_engine();
 #endif
 

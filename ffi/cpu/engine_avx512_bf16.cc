@@ -1,4 +1,5 @@
-// AVX-512 with vdpbf16ps, which multiplies pairs of bfloat16 and flushes their denormals.
+// AVX-512 with VNNI, and with vdpbf16ps, which multiplies pairs of bfloat16 and flushes their denormals.
+#define WONLY_PLANES 1
 #define WONLY_BF16_PAIRS 1
 #include "cpu/ops_avx512.h"
 

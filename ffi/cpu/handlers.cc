@@ -1,7 +1,10 @@
 #include "cpu/handlers.h"
 
+#include <algorithm>
 #include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
@@ -141,6 +144,176 @@ bool small_zeros(const WeightOperands& weights, int64_t batches) {
   return bits <= 15;
 }
 
+// One checked matmul call: packs x and shares the tiles of outputs out over threads.
+struct MatmulCall {
+  ffi::ThreadPool& pool;
+  const Engine& engine;
+  const WeightOperands& weights;
+  const Operand& x;
+  const Operand& bias;
+  int64_t batch, rows;
+  Activation activation;
+  char* y = nullptr;
+  DType y_type = DType::kF32;
+
+  // Rows of one batch entry of x in one form, and the kernel for them.
+  struct Part {
+    int64_t x_batch;
+    PackedX packed{};
+    void (*kernel)(const MatmulTask&) = nullptr;
+    int64_t row_tasks = 1;
+    size_t data_offset = 0, runs_offset = 0;  // bytes within the shared buffer
+  };
+
+  // How rows in float32 (or f16) run. Runs shorter than 64 inputs leave nothing to gain over float32.
+  Form form() const {
+    const Weights first = weights.at(0);
+    if (!first.whole_groups()) return Form::kF32;
+    if (engine.pairs && x.type == DType::kBF16) {
+      if (weights.shift_mode == ShiftMode::kNone) return Form::kBF16Pairs;
+      if (weights.shift_mode == ShiftMode::kZeros && weights.shift.type == DType::kU8 &&
+          (weights.bits == 8 || small_zeros(weights, batch))) {
+        return Form::kBF16Pairs;
+      }
+    }
+    const bool long_runs = first.groups == 1 || (first.group_size() % tile_k(first.bits) == 0 && first.group_size() >= 64);
+    return engine.plane_rows > 0 && long_runs ? Form::kPlanes : Form::kF32;
+  }
+
+  Part make_part(int64_t x_batch, Form form, int64_t count, const int32_t* row_index) const {
+    Part part{x_batch};
+    PackedX& packed = part.packed;
+    packed.form = form;
+    packed.row_index = row_index;
+    packed.rows = packed.rows_padded = count;
+    packed.k_padded = ceil_div(weights.k, 64) * 64;
+    int64_t task_rows = 512;  // so that the sums of a task stay in the second-level cache
+    if (form == Form::kPlanes) {
+      packed.blocks = ceil_div(count, engine.plane_rows);
+      part.kernel = engine.matmul_planes;
+    } else if (count <= engine.direct_rows && weights.at(0).whole_groups()) {
+      packed.rows_padded = engine.direct_width(count);
+      packed.blocks = 1;
+      part.kernel = engine.matmul_direct;
+    } else {
+      packed.blocks = ceil_div(count, engine.panel_rows);
+      part.kernel = engine.matmul_panel;
+    }
+    part.row_tasks = std::min(packed.blocks, ceil_div(count, task_rows));
+    return part;
+  }
+
+  bool run() {
+    const Weights first = weights.at(0);
+    const int64_t x_batches = x.stride == 0 ? 1 : batch;
+    const Form wanted = form();
+    const bool small = batch * rows * first.tiles_n() * kTileN * weights.k < (int64_t{1} << 19);  // over before a thread wakes
+    const auto share = [&](bool alone, int64_t count, const std::function<void(int64_t)>& body) {
+      if (!alone && count > 1) return parallel_for(pool, count, body);
+      for (int64_t i = 0; i < count; ++i) body(i);
+      return true;
+    };
+    const bool pack_alone = x_batches * rows * weights.k < (int64_t{1} << 15);
+
+    std::vector<Part> parts;
+    std::vector<int16_t> exponents;
+    std::vector<uint8_t> as_planes;
+    std::vector<int32_t> row_lists;
+    int64_t runs = 0;
+    if (wanted == Form::kPlanes) {
+      const int64_t k_padded = first.tiles_k() * tile_k(first.bits);
+      for (int64_t k = 0; k < k_padded; k = run_end(first, k)) ++runs;
+      exponents.resize(static_cast<size_t>(x_batches * rows * runs));
+      as_planes.resize(static_cast<size_t>(x_batches * rows));
+      constexpr int64_t kPiece = 16;
+      if (!share(pack_alone, ceil_div(x_batches * rows, kPiece), [&](int64_t piece) {
+            for (int64_t i = piece * kPiece; i < std::min(x_batches * rows, (piece + 1) * kPiece); ++i)
+              as_planes[i] = engine.plane_exponents(first, x.at(i / rows), i % rows, exponents.data() + i * runs);
+          })) {
+        return false;
+      }
+      row_lists.reserve(static_cast<size_t>(x_batches * rows));
+    }
+    for (int64_t b = 0; b < x_batches; ++b) {
+      if (wanted != Form::kPlanes) {
+        parts.push_back(make_part(b, wanted, rows, nullptr));
+        continue;
+      }
+      for (const Form form : {Form::kPlanes, Form::kF32}) {
+        const int32_t* list = row_lists.data() + row_lists.size();
+        for (int64_t r = 0; r < rows; ++r)
+          if ((as_planes[b * rows + r] != 0) == (form == Form::kPlanes)) row_lists.push_back(static_cast<int32_t>(r));
+        const int64_t count = row_lists.data() + row_lists.size() - list;
+        if (count == 0) continue;
+        parts.push_back(make_part(b, form, count, count == rows ? nullptr : list));
+        parts.back().packed.exponents = exponents.data() + b * rows * runs;
+        parts.back().packed.runs = form == Form::kPlanes ? runs : 0;
+      }
+    }
+
+    size_t bytes = 0;
+    const auto place = [&bytes](size_t size) {
+      const size_t at = bytes;
+      bytes += (size + 63) / 64 * 64;
+      return at;
+    };
+    for (Part& part : parts) {
+      part.data_offset = place(static_cast<size_t>(part.packed.rows_padded * part.packed.row_elements()) * 4);
+      part.runs_offset = place(static_cast<size_t>(part.packed.rows * part.packed.runs) * sizeof(PlaneRun));
+    }
+    ThreadBuffer& shared = thread_buffer<Buffer::kCall>();
+    char* memory = reinterpret_cast<char*>(shared.reserve(bytes / 4));
+    for (Part& part : parts) {
+      part.packed.data = memory + part.data_offset;
+      part.packed.plane_runs = reinterpret_cast<PlaneRun*>(memory + part.runs_offset);
+    }
+
+    // Items of all parts in a row: the part of item i is the last one that starts at or before it.
+    const auto find = [&parts](const std::vector<int64_t>& starts, int64_t item) {
+      const size_t i = static_cast<size_t>(std::upper_bound(starts.begin(), starts.end(), item) - starts.begin()) - 1;
+      return std::pair<const Part*, int64_t>(&parts[i], item - starts[i]);
+    };
+    std::vector<int64_t> pack_starts, task_starts;
+    int64_t pack_items = 0, task_items = 0;
+    const int64_t outputs_of_x = batch / x_batches;  // batch entries of the result that share a part
+    const int64_t tiles_n = first.tiles_n();
+    for (const Part& part : parts) {
+      pack_starts.push_back(pack_items);
+      task_starts.push_back(task_items);
+      pack_items += part.packed.blocks;
+      task_items += outputs_of_x * tiles_n * part.row_tasks;
+    }
+    if (!share(pack_alone, pack_items, [&](int64_t item) {
+          const auto [part, block] = find(pack_starts, item);
+          engine.pack_block(part->packed, first, x.at(part->x_batch), block);
+        })) {
+      return false;
+    }
+    const bool done = share(small, task_items, [&](int64_t item) {
+      const auto [part, within] = find(task_starts, item);
+      const PackedX& packed = part->packed;
+      const int64_t row_task = within % part->row_tasks;
+      const int64_t b = x_batches == 1 ? within / part->row_tasks / tiles_n : part->x_batch;
+      MatmulTask task{};
+      task.weights = weights.at(b);
+      task.x = packed;
+      task.block_begin = row_task * packed.blocks / part->row_tasks;
+      task.block_end = (row_task + 1) * packed.blocks / part->row_tasks;
+      task.tile = within / part->row_tasks % tiles_n;
+      task.bias = bias.at(b);
+      task.activation = activation;
+      task.y = y + b * rows * weights.n * size_of(y_type);
+      task.y_type = y_type;
+      const int64_t task_rows = packed.block_begin(task.block_end) - packed.block_begin(task.block_begin);
+      const int64_t floats = engine.scratch_floats(task.weights, task_rows);
+      task.scratch = thread_buffer<Buffer::kTask>().reserve(static_cast<size_t>(floats));
+      part->kernel(task);
+    });
+    shared.trim();
+    return done;
+  }
+};
+
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t shift_mode, int64_t has_bias, int64_t activation) {
   std::string message;
@@ -167,73 +340,14 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi
   if (activation < 0 || activation > 4) return invalid("activation = " + std::to_string(activation) + "; accepted: 0 to 4");
   if (batch == 0 || rows == 0 || n == 0) return ffi::Error::Success();
 
-  const Weights first = weights.at(0);
-  const bool direct = rows <= engine->direct_rows && first.whole_groups();
-  PackedX packed{};
-  packed.form = Form::kF32;
-  if (engine->pairs && x_operand.type == DType::kBF16 && first.whole_groups() &&
-      (weights.shift_mode == ShiftMode::kNone ||
-       (weights.shift_mode == ShiftMode::kZeros && weights.shift.type == DType::kU8 &&
-        (bits == 8 || small_zeros(weights, batch))))) {
-    packed.form = Form::kBF16Pairs;
-  }
-  packed.rows = rows;
-  packed.rows_padded = direct ? engine->direct_width(rows) : rows;
-  packed.k = k;
-  packed.k_padded = ceil_div(k, 64) * 64;
-  packed.blocks = direct ? 1 : ceil_div(rows, engine->panel_rows);
-  const int64_t x_batches = x_operand.stride == 0 ? 1 : batch;
-  const int64_t x_elements = packed.rows_padded * packed.row_elements();
-
+  MatmulCall call{pool, *engine, weights, x_operand, bias, batch, rows, static_cast<Activation>(activation)};
+  call.y = static_cast<char*>(y->untyped_data());
+  call.y_type = result.type;
   try {
-    ThreadBuffer& shared = thread_buffer<Buffer::kCall>();
-    float* x_packed = shared.reserve(static_cast<size_t>(x_batches * x_elements));
-    const auto pack = [&](int64_t item) {
-      PackedX one = packed;
-      one.data = x_packed + item / packed.blocks * x_elements;
-      engine->pack_block(one, x_operand.at(item / packed.blocks), item % packed.blocks);
-    };
-    // Few rows are packed faster than a second thread wakes up.
-    if (x_batches * x_elements < (int64_t{1} << 17)) {
-      for (int64_t item = 0; item < x_batches * packed.blocks; ++item) pack(item);
-    } else if (!parallel_for(pool, x_batches * packed.blocks, pack)) {
-      return out_of_memory();
-    }
-
-    // Rows of one task, so that their sums stay in the second-level cache.
-    const int64_t task_blocks = direct ? 1 : std::min<int64_t>(packed.blocks, std::max<int64_t>(1, 512 / engine->panel_rows));
-    const int64_t row_tasks = ceil_div(packed.blocks, task_blocks);
-    const int64_t tiles_n = first.tiles_n();
-    const auto compute = [&](int64_t item) {
-      const int64_t row_task = item % row_tasks;
-      const int64_t b = item / row_tasks / tiles_n;
-      MatmulTask task{};
-      task.weights = weights.at(b);
-      task.x = packed;
-      task.x.data = x_packed + (x_batches == 1 ? 0 : b) * x_elements;
-      task.block_begin = row_task * packed.blocks / row_tasks;
-      task.block_end = (row_task + 1) * packed.blocks / row_tasks;
-      task.tile = item / row_tasks % tiles_n;
-      task.bias = bias.at(b);
-      task.activation = static_cast<Activation>(activation);
-      task.y = static_cast<char*>(y->untyped_data()) + b * rows * n * size_of(result.type);
-      task.y_type = result.type;
-      const int64_t task_rows = packed.block_begin(task.block_end) - packed.block_begin(task.block_begin);
-      task.scratch = thread_buffer<Buffer::kTask>().reserve(static_cast<size_t>(engine->scratch_floats(task.weights, task_rows)));
-      (direct ? engine->matmul_direct : engine->matmul_panel)(task);
-    };
-    const int64_t items = batch * tiles_n * row_tasks;
-    // A small product is over before a second thread wakes up.
-    if (batch * rows * tiles_n * kTileN * packed.k_padded < (int64_t{1} << 19)) {
-      for (int64_t item = 0; item < items; ++item) compute(item);
-    } else if (!parallel_for(pool, items, compute)) {
-      return out_of_memory();
-    }
-    shared.trim();
+    return call.run() ? ffi::Error::Success() : out_of_memory();
   } catch (const std::bad_alloc&) {
     return out_of_memory();
   }
-  return ffi::Error::Success();
 }
 
 ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> qw, ffi::Result<ffi::AnyBuffer> scales,

@@ -1,4 +1,4 @@
-// The 16-lane vector of AVX-512, for the engines with and without bfloat16 instructions.
+// The 16-lane vector of AVX-512, for the engines with and without VNNI (WONLY_PLANES) and bfloat16 (WONLY_BF16_PAIRS).
 #pragma once
 
 #include <immintrin.h>
@@ -86,9 +86,55 @@ struct Ops {
     }
   };
 
+  static I load_words(const void* p) { return _mm512_loadu_si512(p); }
+  static void store_words(void* p, I v) { _mm512_storeu_si512(p, v); }
+
+#if defined(WONLY_PLANES)
+  static I set1_words(int32_t v) { return _mm512_set1_epi32(v); }
+  static F abs(F v) { return _mm512_abs_ps(v); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static float largest(F v) { return _mm512_reduce_max_ps(v); }
+  static float sum(F v) { return _mm512_reduce_add_ps(v); }
+  static I nearest(F v) { return _mm512_cvtps_epi32(v); }
+  static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+  // -zeros * v of integers.
+  static I minus_product(F zeros, int32_t v) {
+    return _mm512_mullo_epi32(_mm512_cvtps_epi32(zeros), _mm512_set1_epi32(-v));
+  }
+  // An instruction by name: GCC 12 loads and broadcasts x apart from the intrinsic, and then spills sums.
+  static I multiply_bytes(I sum, I codes, const uint32_t* x) {
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*x));
+    return sum;
+  }
+  // Four codes of a word, one in each byte: those at even nibbles, then those at odd ones; or the word itself.
+  template <int kBits>
+  static I byte_codes(I word, int quad) {
+    if (kBits == 8) return word;
+    return _mm512_and_si512(quad == 0 ? word : _mm512_srli_epi32(word, 4), _mm512_set1_epi32(0x0f0f0f0f));
+  }
+  // Puts the bytes of one tile's inputs in the order in which byte_codes meets them.
+  template <int kBits>
+  struct QuadOrder {
+    I pairs, bytes;
+
+    QuadOrder() {
+      alignas(64) uint16_t order[32];
+      for (int quad = 0; quad < 16; ++quad) {
+        const int j = kBits == 4 ? quad / 2 : quad % 8;
+        const int base = (j & 1) * (kBits == 4 ? 32 : 16) + (j >> 1) * 2 + (kBits == 4 ? quad % 2 * 8 : 0);
+        order[2 * quad] = static_cast<uint16_t>(base / 2);
+        order[2 * quad + 1] = static_cast<uint16_t>((base + (kBits == 4 ? 16 : 8)) / 2);
+      }
+      pairs = _mm512_load_si512(order);
+      bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    }
+    void apply(const int8_t* in, uint32_t* out) const {
+      _mm512_store_si512(out, _mm512_shuffle_epi8(_mm512_permutexvar_epi16(pairs, _mm512_load_si512(in)), bytes));
+    }
+  };
+#endif
+
 #if defined(WONLY_BF16_PAIRS)
-  static I load_words(const float* p) { return _mm512_loadu_si512(p); }
-  static void store_words(float* p, I v) { _mm512_storeu_si512(p, v); }
   static F multiply_pairs(F sum, I w, uint32_t x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(x)));
   }
