@@ -80,6 +80,7 @@ def quantize(
     group_size = check_group_size(group_size, k)
     scale_dtype = jnp.dtype(w.dtype) if scale_dtype is None else check_float_dtype("scale_dtype", scale_dtype)
     implementation = _ffi.resolve_implementation(implementation)
+    w = jnp.asarray(w)
     if not isinstance(w, jax.core.Tracer) and not bool(_all_finite(w)):
         raise ValueError(f"jax_wonly: w of shape {tuple(w.shape)} holds NaN or Inf; accepted: finite values.")
     qvalue, scales, *shift = _quantize(

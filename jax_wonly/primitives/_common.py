@@ -28,11 +28,6 @@ def register_lowerings(primitive: Primitive, evaluate: Callable) -> None:
     mlir.register_lowering(primitive, mlir.lower_fun(partial(evaluate, platform="other"), multiple_results=multiple))
 
 
-def move_front(array: jax.Array, axis: int | None) -> jax.Array:
-    """The mapped axis first, or a new axis of size 1 where the operand is not mapped."""
-    return array[None] if axis is None else jnp.moveaxis(array, axis, 0)
-
-
 def merge_batch(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[list[jax.Array], int, int]:
     """Merges the mapped axis into each operand's leading axis, which is 1 or the batch size before and after.
 
@@ -41,7 +36,7 @@ def merge_batch(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tu
     Returns:
       The operands, and the sizes of the mapped axis and of the leading axis before.
     """
-    moved = [move_front(a, d) for a, d in zip(operands, axes, strict=True)]
+    moved = [a[None] if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(operands, axes, strict=True)]
     size = next(a.shape[0] for a, d in zip(moved, axes, strict=True) if d is not None)
     lead = next((a.shape[1] for a in moved if a.shape[1] != 1), 1)
     out = []

@@ -10,6 +10,7 @@ so every composition of jvp, vjp, linear_transpose and vmap keeps the weights pa
 """
 
 import functools
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, ShiftMode
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives._common import align_varying, make_primitive, merge_batch, register_lowerings
+from jax_wonly.primitives.matmul_sharding import allow_partitioning, partitioned
 
 matmul_p = make_primitive("wonly_matmul")
 
@@ -83,10 +85,10 @@ def _dense(x, w, bias, p: Params) -> jax.Array:
     if p.transpose:
         w = jnp.swapaxes(w, 1, 2)
     y = jnp.matmul(x.astype(dtype), w, precision=precision, preferred_element_type=jnp.float32)
-    return _epilogue(y, bias, p)
+    return epilogue(y, bias, p)
 
 
-def _epilogue(y, bias, p: Params) -> jax.Array:
+def epilogue(y, bias, p: Params) -> jax.Array:
     y = y.astype(jnp.float32)
     if bias:
         y = y + bias[0].astype(jnp.float32)[:, None]
@@ -143,6 +145,12 @@ def _evaluate(x, qw, scales, *rest, params: Params, platform: str):
         return jnp.zeros(out, p.out_dtype)
     if not _ffi.use_native(p.implementation, platform):
         return _via_dense(dequantize.reference, x, qw, scales, *rest, p=p)
+    return partitioned(partial(_native, platform=platform), epilogue, x, qw, scales, *rest, params=p)
+
+
+def _native(x, qw, scales, *rest, params: Params, platform: str):
+    """What one device computes of its shards."""
+    p = params
     if _prefers_kernel(x, qw, scales, p, platform):
         return _kernel(x, qw, scales, *rest, p=p)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
@@ -292,6 +300,7 @@ def _transpose(ct, x, qw, scales, *rest, params: Params):
 
 
 register_lowerings(matmul_p, _evaluate)
+allow_partitioning(matmul_p)
 batching.primitive_batchers[matmul_p] = _batch
 ad.primitive_jvps[matmul_p] = _jvp
 ad.primitive_transposes[matmul_p] = _transpose

@@ -1,0 +1,172 @@
+"""How ``wonly_matmul`` is split over devices by automatic partitioning (``jit`` with sharded operands).
+
+Outputs split by whole tiles (column parallel), inputs by whole tiles and whole groups (row parallel, with a sum over
+the devices), rows and the leading axis freely. Where a mesh does not divide them, the axis is gathered: slower, and
+right.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax._src import dispatch
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_wonly._abi import Activation
+from jax_wonly._format import TILE_N, tile_k
+
+
+def allow_partitioning(primitive) -> None:
+    """Lets a primitive lower through custom_partitioning, which asks for the devices."""
+    # JAX has no public name for this.
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def _splits(k: int, n: int, groups: int, bits: int) -> tuple[int, int]:
+    """Into how many equal parts of whole tiles and groups the inputs and the outputs split; 1 where they do not."""
+    k_parts = 1 if k % tile_k(bits) else math.gcd(k // tile_k(bits), groups if groups > 1 else 0)
+    n_parts = 1 if n % TILE_N else n // TILE_N
+    return k_parts, n_parts
+
+
+def _rule(params, shapes, mesh, value_types, result_types) -> SdyShardingRule:
+    """The Shardy rule of one product, whose operand shapes are ``shapes``."""
+    del value_types, result_types
+    p = params
+    _, qw, scales, *_ = shapes
+    groups, n = scales[1:]
+    devices = math.prod(mesh.shape.values())
+    k_parts, n_parts = _splits(p.k, n, groups, p.bits)
+    # Shardy would split a mesh axis that does not divide a factor, and custom_partitioning cannot follow.
+    split_k, split_n = k_parts % devices == 0, n_parts % devices == 0
+    sizes: dict[str, int] = {}
+
+    def dim(size: int, factor: str, parts: int, split: bool):
+        """A dimension as ``parts`` of something, or one that stays whole."""
+        if not split:
+            return f"{factor}_whole_{size}"
+        if size == parts:
+            return factor
+        rest = f"{factor}_rest_{size}"
+        sizes[rest] = size // parts
+        return CompoundFactor(factor, rest)
+
+    k_of = partial(dim, factor="k", parts=k_parts, split=split_k)
+    n_of = partial(dim, factor="n", parts=n_parts, split=split_n)
+    lead = next((s[0] for s in shapes if s[0] != 1), 1)
+
+    def lead_of(index: int):
+        return "b" if shapes[index][0] == lead else f"one_{index}"
+
+    group_dim = k_of(groups) if groups > 1 else "group"
+    inputs, outputs = (n_of(n), k_of(p.k)) if p.transpose else (k_of(p.k), n_of(n))
+    operands = [
+        ArrayMapping(lead_of(0), "m", inputs),
+        ArrayMapping(lead_of(1), n_of(qw[1]), k_of(qw[2]), "words"),
+    ]
+    for i in range(2, len(shapes)):
+        operands.append(
+            ArrayMapping(lead_of(i), group_dim, n_of(n)) if len(shapes[i]) == 3 else ArrayMapping(lead_of(i), n_of(n))
+        )
+    result = ArrayMapping("b", "m", outputs)
+
+    factors: list[str] = []  # in order of first appearance, as the verifier wants them
+    whole: set[str] = set()
+    for mapping in (*operands, result):
+        for d in mapping:
+            for factor in (d,) if isinstance(d, str) else d:
+                if factor not in factors:
+                    factors.append(factor)
+                if isinstance(d, str):
+                    whole.add(factor)
+    reduction = ("n" if split_n else None) if p.transpose else ("k" if split_k else None)
+    splittable = {"b", "m"} | ({"k"} if split_k else set()) | ({"n"} if split_n else set())
+    for name, parts, split in (("k", k_parts, split_k), ("n", n_parts, split_n)):
+        if split and name not in whole:
+            sizes[name] = parts
+    return SdyShardingRule(
+        tuple(operands),
+        (result,),
+        reduction_factors=(reduction,) if reduction else (),
+        need_replication_factors=tuple(f for f in factors if f not in splittable),
+        **sizes,
+    )
+
+
+def _partition(evaluate: Callable, epilogue: Callable, params, mesh, arg_shapes, result_shape):
+    """Shardings of the operands, and what each device computes."""
+    p = params
+    x, qw, scales, *rest = arg_shapes
+    if not all(isinstance(s.sharding, NamedSharding) for s in (*arg_shapes, result_shape)):
+        # Inside a partly manual mesh XLA names no axes: every device computes the whole.
+        sharding = result_shape.sharding
+        whole = type(sharding).get_replicated(sharding._device_assignment)
+        return mesh, partial(evaluate, params=p), whole, (whole,) * len(arg_shapes)
+
+    groups, n = scales.shape[1:]
+    k_parts, n_parts = _splits(p.k, n, groups, p.bits)
+
+    def axes_of(shape, dim: int) -> tuple[str, ...]:
+        spec = tuple(shape.sharding.spec) + (None,) * len(shape.shape)
+        axes = spec[dim]
+        return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+    def usable(axes: tuple[str, ...], parts: int, taken: tuple[str, ...]) -> tuple[str, ...]:
+        size = math.prod(mesh.shape[a] for a in axes)
+        return axes if size > 1 and parts % size == 0 and not set(axes) & set(taken) else ()
+
+    lead = usable(axes_of(result_shape, 0), result_shape.shape[0], ())
+    rows = usable(axes_of(result_shape, 1), result_shape.shape[1], lead)
+    outer_parts, inner_parts = (k_parts, n_parts) if p.transpose else (n_parts, k_parts)
+    outputs = usable(axes_of(result_shape, 2), outer_parts, lead + rows)
+    summed = usable(axes_of(x, 2), inner_parts, lead + rows + outputs)
+    k_axes, n_axes = (outputs, summed) if p.transpose else (summed, outputs)
+
+    def sharding(*dims):
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
+
+    def lead_of(shape):
+        return lead if shape.shape[0] != 1 else ()
+
+    per_group = k_axes if groups > 1 else ()
+    shardings = [sharding(lead_of(x), rows, summed), sharding(lead_of(qw), n_axes, k_axes, ())]
+    for a in (scales, *rest):
+        dims = (per_group, n_axes) if len(a.shape) == 3 else (n_axes,)
+        shardings.append(sharding(lead_of(a), *dims))
+    local = p._replace(k=p.k // math.prod(mesh.shape[a] for a in k_axes))
+
+    def compute(*operands):
+        if not summed:
+            return evaluate(*operands, params=local)
+        # Each device has a part of the sum: float32 until all are added, and the epilogue once.
+        part = local._replace(has_bias=False, activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
+        operands, bias = (operands[:-1], operands[-1:]) if p.has_bias else (operands, ())
+        y = jax.lax.psum(evaluate(*operands, params=part), summed)
+        return epilogue(y, bias, p)
+
+    return mesh, compute, sharding(lead, rows, outputs), tuple(shardings)
+
+
+def partitioned(evaluate: Callable, epilogue: Callable, *operands: jax.Array, params) -> jax.Array:
+    """``evaluate(*operands, params=params)``, split over the devices of a computation that has several.
+
+    ``epilogue(y, bias, params)`` is what follows a sum over devices.
+    """
+
+    @custom_partitioning
+    def function(*operands):
+        return evaluate(*operands, params=params)
+
+    function.def_partition(
+        partition=partial(_partition, evaluate, epilogue, params),
+        sharding_rule=partial(_rule, params, tuple(a.shape for a in operands)),
+    )
+    return function(*operands)
