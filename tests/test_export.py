@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from reference import MODES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
 
+SERIALIZES = pytest.mark.skipif(find_spec("flatbuffers") is None, reason="flatbuffers is not installed")
 CALL = "custom_call @wonly_matmul_v1"
 
 
@@ -45,6 +47,7 @@ def test_cuda_from_cpu(rng, mode):
     assert text.count("custom_call @wonly_quantize_v1") == 1
 
 
+@SERIALIZES
 def test_symbolic_rows_on_both_platforms(rng):
     weight = random_weight(rng, 64, 70, group_size=32, mode="integer_zeros")
     (m,) = export.symbolic_shape("m")
@@ -56,6 +59,7 @@ def test_symbolic_rows_on_both_platforms(rng):
         assert_product(program.call(x, weight.qt), x, weight)
 
 
+@SERIALIZES
 def test_gradient_of_an_exported_program(rng):
     weight = random_weight(rng, 64, 9, group_size=32)
     x = random_x(rng, (3, 64))
@@ -65,6 +69,7 @@ def test_gradient_of_an_exported_program(rng):
     np.testing.assert_allclose(dx, np.tile(weight.dense.sum(1), (3, 1)), rtol=1e-4, atol=1e-4)
 
 
+@SERIALIZES
 def test_another_process(rng, tmp_path):
     """Importing the package is all that a process needs to run a serialised program."""
     weight = random_weight(rng, 64, 9, group_size=32)
