@@ -9,6 +9,7 @@ from jax import lax
 
 from jax_wonly import _ffi
 from jax_wonly._abi import Activation, ShiftMode
+from jax_wonly._explicit import explicit_mesh, matmul_on_mesh
 from jax_wonly._quantize import shift_mode_of
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import broadcast_leads, check_array, check_finite, check_float_dtype, check_weights
@@ -139,18 +140,28 @@ def _resolve_precision(precision) -> lax.Precision | None:
 @partial(jax.jit, static_argnames="params", inline=True)
 def _matmul(x, qw, scales, *rest, params: Params):
     operands = (x, qw, scales, *rest)
-    ranks = [2, 3, 2] + [2] * (params.shift_mode != ShiftMode.NONE) + [1] * params.has_bias
     vector = x.ndim == 1
     if vector:
         x = x[None]
         operands = (x, *operands[1:])
-    leads = [a.shape[: a.ndim - rank] for a, rank in zip(operands, ranks, strict=True)]
-    if not any(leads[1:]):
-        y = _bind(x.reshape(1, -1, params.k), *(a[None] for a in operands[1:]), params=params)
-        y = y.reshape(*x.shape[:-1], y.shape[-1])
-    else:
-        y = _batched(operands, leads, params)
+    mesh = explicit_mesh(operands)
+    y = _product(operands, params) if mesh is None else matmul_on_mesh(mesh, _product, operands, _ranks(params), params)
     return y[..., 0, :] if vector else y
+
+
+def _product(operands, params: Params):
+    """The product of x ``[..., M, K]`` with weights whose leading axes broadcast."""
+    x = operands[0]
+    leads = [a.shape[: a.ndim - rank] for a, rank in zip(operands, _ranks(params), strict=True)]
+    if any(leads[1:]):
+        return _batched(operands, leads, params)
+    y = _bind(x.reshape(1, -1, params.k), *(a[None] for a in operands[1:]), params=params)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _ranks(params: Params) -> list[int]:
+    """How many dimensions of each operand are not leading axes."""
+    return [2, 3, 2] + [2] * (params.shift_mode != ShiftMode.NONE) + [1] * params.has_bias
 
 
 def _batched(operands, leads, params: Params):

@@ -228,7 +228,7 @@ jax.export.register_pytree_node_serialization(
     serialized_name=f"jax_wonly.QuantizedTensor.v{FORMAT_VERSION}",
     serialize_auxdata=lambda meta: json.dumps(meta).encode(),
     deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
-    from_children=lambda meta, children: QuantizedTensor(*children, bits=meta[0], k=meta[1], n=meta[2]),
+    from_children=lambda aux_data, children: QuantizedTensor(*children, bits=aux_data[0], k=aux_data[1], n=aux_data[2]),
 )
 
 

@@ -157,3 +157,50 @@ else:
 
         stacked = put(weight.qt, m, n="tp")
         np.testing.assert_allclose(jax.jit(f)(x, stacked), f(x, weight.qt), rtol=1e-4, atol=1e-4)
+
+    def explicit(*sizes_and_names):
+        names = tuple(n for n, _ in sizes_and_names)
+        sizes = tuple(s for _, s in sizes_and_names)
+        return jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Explicit,) * len(names))
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("epilogue", [False, True])
+    @pytest.mark.parametrize("group_size", [64, None])
+    def test_explicit_axes(rng, mode, epilogue, group_size):
+        weight = random_weight(rng, 512, 512, group_size=group_size, mode=mode)
+        x = random_x(rng, (4, 3, 512))
+        bias = random_x(rng, (512,)) if epilogue else None
+        m = explicit(("dp", 2), ("tp", 4))
+
+        def f(x, qt, bias):
+            return jw.matmul(x, qt, bias=bias, activation="relu" if epilogue else None)
+
+        plain = np.asarray(f(x, weight.qt, bias))
+        for x_spec, k, n, out_spec, expected in [
+            (P(), None, None, P(None, None, None), []),
+            (P("dp"), None, "tp", P("dp", None, "tp"), []),
+            (P("dp", None, "tp"), "tp", None, P("dp", None, None), ["all-reduce"]),
+            (P("dp"), "tp", None, P("dp", None, None), ["all-reduce"]),
+            (P("dp", None, "tp"), None, None, P("dp", None, None), ["all-reduce"]),
+        ]:
+            split = jax.device_put(x, NamedSharding(m, x_spec))
+            b = None if bias is None else jax.device_put(bias, NamedSharding(m, P()))
+            args = (split, put(weight.qt, m, k=k, n=n), b)
+            check(f, args, plain, expected)
+            assert jax.typeof(jax.jit(f)(*args)).sharding.spec == out_spec
+            loss = jax.jit(jax.grad(lambda x, qt, b: (f(x, qt, b) ** 2).sum()))
+            dx = jax.grad(lambda x: (f(x, weight.qt, bias) ** 2).sum())(x)
+            np.testing.assert_allclose(loss(*args), dx, rtol=1e-3, atol=1e-3 * np.abs(dx).max())
+
+    def test_explicit_experts_and_odd_shapes(rng):
+        weight = random_weight(rng, 64, 70, group_size=32, mode="offsets", lead=(8,))
+        m = explicit(("ep", 4), ("dp", 2))
+        x = random_x(rng, (2, 8, 5, 64))
+        plain = np.asarray(jw.matmul(x, weight.qt))
+        split = jax.device_put(x, NamedSharding(m, P("dp", "ep")))
+        check(jw.matmul, (split, put(weight.qt, m, lead="ep")), plain, [])
+        got = jax.jit(jw.matmul)(jax.device_put(x, NamedSharding(m, P(None, None, None, "ep"))), put(weight.qt, m))
+        np.testing.assert_allclose(got, plain, rtol=2e-5, atol=2e-4)
+        with jax.set_mesh(m):
+            got = jw.matmul(jax.device_put(x[0, 0, 0], P("dp")), jax.device_put(weight.qt[0], P()))
+        np.testing.assert_allclose(got, plain[0, 0, 0], rtol=2e-5, atol=2e-4)

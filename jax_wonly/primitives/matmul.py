@@ -91,7 +91,7 @@ def _dense(x, w, bias, p: Params) -> jax.Array:
 def epilogue(y, bias, p: Params) -> jax.Array:
     y = y.astype(jnp.float32)
     if bias:
-        y = y + bias[0].astype(jnp.float32)[:, None]
+        y = y + bias[0].astype(jnp.float32)[..., None, :]
     return _ACTIVATIONS[p.activation](y).astype(p.out_dtype)
 
 

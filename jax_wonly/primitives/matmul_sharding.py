@@ -8,6 +8,7 @@ right.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def allow_partitioning(primitive) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def _splits(k: int, n: int, groups: int, bits: int) -> tuple[int, int]:
+def splits(k: int, n: int, groups: int, bits: int) -> tuple[int, int]:
     """Into how many equal parts of whole tiles and groups the inputs and the outputs split; 1 where they do not."""
     k_parts = 1 if k % tile_k(bits) else math.gcd(k // tile_k(bits), groups if groups > 1 else 0)
     n_parts = 1 if n % TILE_N else n // TILE_N
@@ -44,7 +45,7 @@ def _rule(params, shapes, mesh, value_types, result_types) -> SdyShardingRule:
     _, qw, scales, *_ = shapes
     groups, n = scales[1:]
     devices = math.prod(mesh.shape.values())
-    k_parts, n_parts = _splits(p.k, n, groups, p.bits)
+    k_parts, n_parts = splits(p.k, n, groups, p.bits)
     # Shardy would split a mesh axis that does not divide a factor, and custom_partitioning cannot follow.
     split_k, split_n = k_parts % devices == 0, n_parts % devices == 0
     sizes: dict[str, int] = {}
@@ -97,22 +98,22 @@ def _rule(params, shapes, mesh, value_types, result_types) -> SdyShardingRule:
         (result,),
         reduction_factors=(reduction,) if reduction else (),
         need_replication_factors=tuple(f for f in factors if f not in splittable),
-        **sizes,
+        **sizes,  # type: ignore[arg-type]
     )
 
 
-def _partition(evaluate: Callable, epilogue: Callable, params, mesh, arg_shapes, result_shape):
+def _partition(evaluate: Callable, epilogue: Callable, params, mesh, arg_shapes, result_shape: Any):
     """Shardings of the operands, and what each device computes."""
     p = params
     x, qw, scales, *rest = arg_shapes
     if not all(isinstance(s.sharding, NamedSharding) for s in (*arg_shapes, result_shape)):
         # Inside a partly manual mesh XLA names no axes: every device computes the whole.
-        sharding = result_shape.sharding
+        sharding: Any = result_shape.sharding
         whole = type(sharding).get_replicated(sharding._device_assignment)
         return mesh, partial(evaluate, params=p), whole, (whole,) * len(arg_shapes)
 
     groups, n = scales.shape[1:]
-    k_parts, n_parts = _splits(p.k, n, groups, p.bits)
+    k_parts, n_parts = splits(p.k, n, groups, p.bits)
 
     def axes_of(shape, dim: int) -> tuple[str, ...]:
         spec = tuple(shape.sharding.spec) + (None,) * len(shape.shape)
