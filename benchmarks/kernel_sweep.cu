@@ -1,8 +1,9 @@
-// Checks and times every configuration of the small-M kernel, without Python in between: the source of ffi/cuda/dispatch.h's
+// Checks and times every configuration of the product's kernels, without Python in between: the source of ffi/cuda/dispatch.h's
 // tables. Build and run with benchmarks/tune.py.
 //
 //   kernel_sweep check                          every instance on odd shapes against a float64 sum, exit status 1 on a mismatch
 //   kernel_sweep time BITS GROUP X MS SHAPES    one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
+//                                               (the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups)
 //                                               (X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel)
 //
 // Time: a CUDA graph of calls that rotate through more than four times the L2 of weights, median over replays.
@@ -22,6 +23,7 @@
 #include "cuda/element.cuh"
 #include "cuda/device.h"
 #include "cuda/matmul_stream.h"
+#include "cuda/matmul_warpgroup.h"
 #include "layout.h"
 
 using namespace wonly;
@@ -143,29 +145,42 @@ int check() {
           std::vector<float> got(count);
           CHECK(cudaMemcpy(want.data(), sum.data, count * 8, cudaMemcpyDeviceToHost));
           CHECK(cudaMemcpy(size.data(), magnitude.data, count * 8, cudaMemcpyDeviceToHost));
+          const auto compare = [&](const char* kernel, int p0, int p1, int p2, int p3, auto&& launch) {
+            CHECK(cudaMemset(y.data, 0xff, count * 4));  // NaN
+            const cudaError_t launched = launch();
+            if (launched == cudaErrorInvalidConfiguration) return;  // more shared memory than there is
+            CHECK(launched);
+            CHECK(cudaMemcpy(got.data(), y.data, count * 4, cudaMemcpyDeviceToHost));
+            double error = 0;
+            for (int64_t i = 0; i < count; ++i) {
+              const double e = std::abs(got[i] - want[i]) / (size[i] + 1);
+              if (!(e <= error)) error = e;
+            }
+            ++cases;
+            worst = std::max(worst, error);
+            if (!(error < (xt == DType::kF32 ? 2e-6 : 1e-6)) && ++failed <= 20) {
+              std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d %s %d %d %d %d: %g\n", s.b, s.m, s.k, s.n, s.group, bits,
+                          int(xt), variant, kernel, p0, p1, p2, p3, error);
+            }
+          };
           for (int tiles : {1, 2})
             for (int atoms : {1, 2, 4})
               for (int warps : {1, 3, 8, 16})
                 for (int cluster : {1, 2, 8}) {
                   const int ctas = warps <= 3 ? 3 : 1;
-                  if (warps > stream::max_warps(tiles)) continue;
+                  if (warps > stream::max_warps(tiles) || (device.architecture < 90 && cluster > 1)) continue;
                   if ((seed + tiles + atoms + warps + cluster) % 3 != 0) continue;  // a third of them, another third each time
-                  CHECK(cudaMemset(y.data, 0xff, count * 4));  // NaN
-                  const cudaError_t launched = stream::launch(args, {atoms, tiles, warps, cluster, shared_share(device, ctas)}, nullptr);
-                  if (launched == cudaErrorInvalidConfiguration) continue;  // more shared memory than there is
-                  CHECK(launched);
-                  CHECK(cudaMemcpy(got.data(), y.data, count * 4, cudaMemcpyDeviceToHost));
-                  double error = 0;
-                  for (int64_t i = 0; i < count; ++i) {
-                    const double e = std::abs(got[i] - want[i]) / (size[i] + 1);
-                    if (!(e <= error)) error = e;
-                  }
-                  ++cases;
-                  worst = std::max(worst, error);
-                  if (!(error < (xt == DType::kF32 ? 2e-6 : 1e-6)) && ++failed <= 20) {
-                    std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d atoms%d tiles%d warps%d cluster%d: %g\n", s.b, s.m,
-                                s.k, s.n, s.group, bits, int(xt), variant, atoms, tiles, warps, cluster, error);
-                  }
+                  compare("stream", atoms, tiles, warps, cluster, [&] {
+                    return stream::launch(args, {atoms, tiles, warps, cluster, shared_share(device, ctas)}, nullptr);
+                  });
+                }
+          if (device.architecture != 90 || !warpgroup::supports(args)) continue;
+          for (int tokens : {16, 32, 64, 128})
+            for (int warpgroups : {2, 4})
+              for (int cluster : {1, 2, 4, 8})
+                if (tokens < 128 || warpgroups == 2) {
+                  compare("warpgroup", tokens, warpgroups, cluster, 0,
+                          [&] { return warpgroup::launch(args, {tokens, warpgroups, cluster}, nullptr); });
                 }
         }
   std::printf("%d cases, %d wrong, largest error %.3g of the terms' sum\n", cases, failed, worst);
@@ -180,11 +195,12 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
-float graph_us(const std::vector<MatmulArgs>& calls, const stream::Config& config, cudaStream_t s) {
+template <typename Launch>
+float graph_us(const std::vector<MatmulArgs>& calls, Launch&& launch, cudaStream_t s) {
   cudaGraph_t graph;
   cudaGraphExec_t exec;
   CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
-  for (const MatmulArgs& args : calls) CHECK(stream::launch(args, config, s));
+  for (const MatmulArgs& args : calls) CHECK(launch(args));
   CHECK(cudaStreamEndCapture(s, &graph));
   CHECK(cudaGraphInstantiate(&exec, graph, 0));
   cudaEvent_t begin, end;
@@ -219,10 +235,10 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
     const int64_t words = ceil_div(n, kTileN) * ceil_div(k, tile_k(bits)) * kTileWords;
     const DType st = xt == DType::kF16 ? DType::kF16 : DType::kBF16;
     const int copies = static_cast<int>(std::max<int64_t>(4, ceil_div(int64_t{220} << 20, words * 4)));
-    Buffer qw(copies * words * 4), scales(copies * groups * n * 2), x(64 * k * 4), y(64 * n * 4);
+    Buffer qw(copies * words * 4), scales(copies * groups * n * 2), x(512 * k * 4), y(512 * n * 4);
     fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
     fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
-    fill(x.data, 64 * k, xt, -1.f, 1.f, false, 9);
+    fill(x.data, 512 * k, xt, -1.f, 1.f, false, 9);
     for (const std::string& m_text : split(ms)) {
       const int64_t m = std::atoll(m_text.c_str());
       std::vector<MatmulArgs> calls;
@@ -237,18 +253,33 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         calls.push_back(args);
       }
       const double bytes = words * 4.0 + groups * n * 2.0 + m * k * element_size(xt) + m * n * element_size(xt);
-      const int tiles = m <= 8 ? 1 : 2;
-      for (int atoms : {1, 2, 4})
-        for (int warps : {4, 8, 16})
-          for (int cluster : {1, 2, 4, 8})
-            for (int ctas : {1, 2, 3, 4}) {
-            if (warps > stream::max_warps(tiles)) continue;
-            const int64_t ctas_in_all = ceil_div(n, 16 * atoms) * cluster;
-            if (ctas_in_all <= 132 * (ctas - 1)) continue;
-            if (ctas_in_all < 64 || warps * ctas < 8 || warps * ctas > 24) continue;
-            if (stream::launch(calls[0], {atoms, tiles, warps, cluster, shared_share(device, ctas)}, s) != cudaSuccess) continue;
-            const float us = graph_us(calls, {atoms, tiles, warps, cluster, shared_share(device, ctas)}, s);
-            std::printf("%ld %ld %ld %d %d %d %d %d %.2f %.0f\n", k, n, m, atoms, tiles, warps, cluster, ctas, us, bytes / us * 1e-3);
+      const auto report = [&](int atoms, int tiles, int warps, int cluster, int ctas, float us) {
+        std::printf("%ld %ld %ld %d %d %d %d %d %.2f %.0f\n", k, n, m, atoms, tiles, warps, cluster, ctas, us, bytes / us * 1e-3);
+      };
+      for (int tiles : {1, 2})
+        for (int atoms : {1, 2, 4})
+          for (int warps : {4, 8, 16})
+            for (int cluster : {1, 2, 4, 8})
+              for (int ctas : {1, 2, 3, 4}) {
+                if (m > 16 || tiles != (m <= 8 ? 1 : 2) || warps > stream::max_warps(tiles)) continue;
+                const int64_t all = ceil_div(n, 16 * atoms) * cluster;
+                if (all <= device.multiprocessors * (ctas - 1) || all < device.multiprocessors / 2) continue;
+                if (warps * ctas < 8 || warps * ctas > 24) continue;
+                const stream::Config config{atoms, tiles, warps, cluster, shared_share(device, ctas)};
+                if (stream::launch(calls[0], config, s) != cudaSuccess) continue;
+                report(atoms, tiles, warps, cluster, ctas,
+                       graph_us(calls, [&](const MatmulArgs& args) { return stream::launch(args, config, s); }, s));
+              }
+      for (int tokens : {16, 32, 64, 128})
+        for (int warpgroups : {2, 4})
+          for (int cluster : {1, 2, 4, 8}) {
+            if (device.architecture != 90 || !warpgroup::supports(calls[0]) || (tokens == 128 && warpgroups == 4)) continue;
+            if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
+            const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * cluster;
+            if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
+            const warpgroup::Config config{tokens, warpgroups, cluster};
+            report(0, tokens / 8, warpgroups, cluster, 1,
+                   graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
           }
       std::fflush(stdout);
     }

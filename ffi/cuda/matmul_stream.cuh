@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "cuda/element.cuh"
+#include "cuda/epilogue.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/ptx.cuh"
@@ -30,6 +31,7 @@ constexpr int kStageK = 128;    // inputs that one ring slot holds
 constexpr int kBlockK = 32;     // inputs of the smallest group
 constexpr int kStageBlocks = kStageK / kBlockK;
 constexpr int kMaxDepth = 8;
+constexpr int kRotation = 3;
 struct Params {
   MatmulArgs args;
   int cluster;
@@ -151,22 +153,6 @@ __device__ __forceinline__ void read_rows(float (&to)[kAtoms][2], const uint8_t*
   }
 }
 
-__device__ __forceinline__ float apply(Activation activation, float v) {
-  switch (activation) {
-    case Activation::kNone:
-      return v;
-    case Activation::kRelu:
-      return v < 0.f ? 0.f : v;  // NaN stays NaN
-    case Activation::kRelu6:
-      return v < 0.f ? 0.f : v > 6.f ? 6.f : v;
-    case Activation::kGelu:
-      return 0.5f * v * (1.f + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v)));
-    case Activation::kSilu:
-      return v / (1.f + expf(-v));
-  }
-  return v;
-}
-
 // sum over [k_begin, k_end) of w[k, n] x[k], each weight dequantized first.
 template <typename X>
 __device__ __noinline__ float exact_sum(const MatmulArgs& args, const X* row, const uint32_t* qw, const void* scales,
@@ -239,6 +225,10 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   const int run = rank * warps + warp;
   const int first_stage = static_cast<int>(static_cast<int64_t>(stages) * run / runs);
   const int end_stage = static_cast<int>(static_cast<int64_t>(stages) * (run + 1) / runs);
+  const int stage_count = end_stage - first_stage;
+  // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share memory channels:
+  // each begins somewhere else in its run, and wraps around.
+  const int start = first_stage + (stage_count > 0 ? static_cast<int>(blockIdx.x / params.cluster) * kRotation % stage_count : 0);
   const int full_stages = static_cast<int>(args.k / kStageK);
   const int blocks = static_cast<int>(ceil_div(args.k, kBlockK));
   const bool grouped = params.log2_group_blocks >= 0;
@@ -247,16 +237,17 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
 
   // What this lane copies next: its words of the stage, its 16 bytes of some tokens, its 4 bytes of a row of scales.
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(kBits)));
-  const uint32_t* next_words = qw + ((n0 / kTileN) * k_tiles + static_cast<int64_t>(first_stage) * kTiles) * kTileWords +
+  const uint32_t* next_words = qw + ((n0 / kTileN) * k_tiles + static_cast<int64_t>(start) * kTiles) * kTileWords +
                                (n0 % kTileN) / kAtomN * kAtomWords + lane * 4;
   const int copy_token = lane / kTokenChunks;
   const int copy_k = lane % kTokenChunks * kChunkX;
-  const X* next_x = x + (m0 + copy_token) * args.k + static_cast<int64_t>(first_stage) * kStageK + copy_k;
+  const X* next_x = x + (m0 + copy_token) * args.k + static_cast<int64_t>(start) * kStageK + copy_k;
   const int64_t copy_stride = kCopyTokens * args.k;
   const int copies = (tokens - copy_token + kCopyTokens - 1) / kCopyTokens;
   const int copy_to_x = kWeightBytes + 2 * kScaleBytes + copy_token * kTokenBytes + copy_k * static_cast<int>(sizeof(X));
   const int outputs = static_cast<int>(min(static_cast<int64_t>(kRows), args.n - n0));
-  int next_stage = first_stage;
+  int next_stage = start;
+  int to_fetch = stage_count;
 
   const auto copy_rows = [&](uint8_t* to, const uint8_t* rows, int size) {
     const int bytes = outputs * size;
@@ -277,7 +268,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
     }
   };
   const auto fetch = [&](uint8_t* slot) {
-    if (next_stage < end_stage) {
+    if (to_fetch > 0) {
       const int tiles = k_tiles - next_stage * kTiles;
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -310,7 +301,12 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
       }
       next_words += kTiles * kTileWords;
       next_x += kStageK;
-      ++next_stage;
+      --to_fetch;
+      if (++next_stage == end_stage) {
+        next_stage = first_stage;
+        next_words -= stage_count * kTiles * kTileWords;
+        next_x -= stage_count * kStageK;
+      }
     }
     ptx::cp_async_commit();
   };
@@ -352,7 +348,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   uint8_t* slot = ring;
   uint8_t* free_slot = ring_end - params.slot_bytes;
 #pragma unroll 1
-  for (int stage = first_stage; stage < end_stage; ++stage) {
+  for (int index = 0, stage = start; index < stage_count; ++index) {
     ptx::cp_async_wait_all_but(params.depth - 2);
     __syncwarp();  // x and scales are copied by other lanes; and every lane is done with the slot that is filled next
     fetch(free_slot);
@@ -424,6 +420,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
     free_slot = slot;
     slot += params.slot_bytes;
     if (slot == ring_end) slot = ring;
+    if (++stage == end_stage) stage = first_stage;
   }
 
   bool any = false;
@@ -465,12 +462,6 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   }
   __syncthreads();
   float* total = reinterpret_cast<float*>(shared + warps * params.warp_bytes);
-  const auto store = [&](int token, int row, float value) {
-    const int64_t m = m0 + token, n = n0 + row;
-    if (m >= args.m || n >= args.n) return;
-    if (args.has_bias) value += load_element(args.bias, batch * args.bias_batch_stride + n, args.bias_dtype);
-    store_element(args.y, (batch * args.m + m) * args.n + n, apply(args.activation, value), args.y_dtype);
-  };
   for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
     const int token = i / kRows, row = i % kRows;
     float value = 0.f;
@@ -478,7 +469,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
       value += reinterpret_cast<const float*>(shared + w * params.warp_bytes)[token * kStride + row];
     }
     if (params.cluster == 1) {
-      store(token, row, value);
+      finish(args, batch, m0 + token, n0 + row, value);
     } else {
       total[i] = value;
     }
@@ -490,7 +481,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
     for (int i = rank * blockDim.x + threadIdx.x; i < tokens * kRows; i += params.cluster * blockDim.x) {
       float value = 0.f;
       for (int other = 0; other < params.cluster; ++other) value += ptx::load_shared_of_rank(total + i, other);
-      store(i / kRows, i % kRows, value);
+      finish(args, batch, m0 + i / kRows, n0 + i % kRows, value);
     }
     ptx::cluster_arrive();  // shared memory must outlive the others' reads of it
     ptx::cluster_wait();

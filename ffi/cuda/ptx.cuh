@@ -117,6 +117,16 @@ __device__ __forceinline__ float load_shared_of_rank(const float* shared, uint32
   asm volatile("ld.shared::cluster.f32 %0, [%1];\n" : "=f"(value) : "r"(address) : "memory");
   return value;
 }
+__device__ __forceinline__ float4 load4_shared_of_rank(const float* shared, uint32_t rank) {
+  uint32_t address;
+  float4 value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
 #endif
 
 }  // namespace wonly::ptx

@@ -1,0 +1,385 @@
+// The product for 9 to a few hundred tokens on Hopper: wgmma with the weights as the register operand, straight from the packed
+// format, so that all warps of a CTA share one copy of the activations.
+//
+// One producer warp keeps a ring of stages full: the packed weights of kWarpgroups * 64 outputs x 128 inputs by bulk copies, the
+// activations by the tensor copy engine. Each warpgroup turns its codes into 16-bit numbers (code - zero) * 2^-13, which is exact
+// for integer zeros: a mask (the pattern is the subnormal number code * 2^-133 or code * 2^-24) and one fused multiply-add. The sums
+// of a group stay exact products of 16-bit numbers in float32; the group's scale multiplies them there. CTAs of a cluster split the
+// inputs and add their sums in a fixed order through each other's shared memory. Nothing depends on the number of tokens but the
+// number of CTAs, so a token's result does not depend on the others of a call.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/element.cuh"
+#include "cuda/epilogue.cuh"
+#include "cuda/launch.h"
+#include "cuda/matmul_warpgroup.h"
+#include "cuda/ptx_sm90.cuh"
+#include "dequant/convert.h"
+#include "layout.h"
+
+namespace wonly::warpgroup {
+
+constexpr int kStageK = 128;
+constexpr int kStageSteps = kStageK / 16;
+constexpr int kMaxStages = 10;
+constexpr int kRotation = 5;
+constexpr int kBarrierBytes = 1024;  // two barriers for each stage; 1024 keeps the ring aligned for the 128-byte swizzle
+constexpr int kMultiprocessorBytes = 228 << 10;
+
+template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_>
+struct Shape {
+  using X = X_;
+  static constexpr int kBits = kBits_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kWarpgroups = kWarpgroups_;               // 64 outputs each
+  static constexpr int kFlushes = kFlushes_;                     // group ends in a stage: 1, or 4 for groups of 32 and 64
+  static constexpr int kRows = kWarpgroups * kTileN;
+  static constexpr int kThreads = (kWarpgroups + 1) * 128;       // the last warpgroup produces
+
+  // Four warpgroups fill a multiprocessor. Of two, two CTAs share it, so that one streams while the other starts or ends; with 128
+  // tokens the accumulators leave no room for that.
+  static constexpr int kCtas = kWarpgroups == 4 || kTokens > 64 ? 1 : 2;
+  static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
+  static constexpr int kProducerRegisters = kWarpgroups == 4 ? 32 : 40;
+  // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
+  static constexpr int kConsumerRegisters = (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) / kWarpgroups) / 8 * 8;
+  static_assert(kConsumerRegisters <= 232);
+
+  static constexpr int kTiles = kStageK / tile_k(kBits);         // packed tiles of a stage along the inputs
+  static constexpr int kHalfBytes = kTokens * 128;               // activations: two boxes of 64 inputs
+  static constexpr int kXBytes = 2 * kHalfBytes;
+  static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
+  static constexpr int kScaleBytes = kFlushes * kRows * 4;       // as many groups end in a stage; every type has room
+  static constexpr int kZeroBytes = kFlushes * kRows;
+  static constexpr int kWeightsAt = kXBytes;
+  static constexpr int kScalesAt = kWeightsAt + kWeightBytes;
+  static constexpr int kZerosAt = kScalesAt + kScaleBytes;
+  static constexpr int kStageBytes = (kZerosAt + kZeroBytes + 1023) / 1024 * 1024;
+  static constexpr int kFit = (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
+  static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
+  static constexpr int kPartialStride = kRows + 4;               // floats of a token's partial sums
+  static_assert(kStages >= 3 && kTokens * kPartialStride * 4 <= kStages * kStageBytes);
+  static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
+};
+
+struct Params {
+  MatmulArgs args;
+  int cluster;
+  int token_tiles;
+  int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
+};
+
+// (code - zero) * 2^-13 for pairs of codes. `factor` undoes the power of two of a masked code, 16 times as large in odd pairs of int4.
+template <typename X>
+struct Convert {
+  static constexpr bool kBf16 = std::is_same_v<X, __nv_bfloat16>;
+  static constexpr uint32_t kFactor = kBf16 ? 0x7b807b80u : 0x68006800u;         // 2^120, 2^11
+  static constexpr uint32_t kFactorOfOdd = kBf16 ? 0x79807980u : 0x58005800u;    // 2^116, 2^7
+  static constexpr float kUnscale = 0x1p+13f;
+
+  __device__ static uint32_t minus_zero(float zero) {  // both halves -zero * 2^-13
+    const X value = from_float<X>(-zero * 0x1p-13f);
+    return pack_pair(value, value);
+  }
+  __device__ static uint32_t fma(uint32_t codes, uint32_t factor, uint32_t minus_zero) {
+    uint32_t d;
+    if constexpr (kBf16) {
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(codes), "r"(factor), "r"(minus_zero));
+    } else {
+      asm("fma.rn.f16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(codes), "r"(factor), "r"(minus_zero));
+    }
+    return d;
+  }
+};
+
+// A operands of the steps of 16 inputs that one 16-byte vector of a lane holds: 4 for int4, 2 for int8.
+template <typename X, int kBits>
+__device__ __forceinline__ void convert(const uint4& words, uint32_t zero_low, uint32_t zero_high, uint32_t (*a)[4]) {
+  using C = Convert<X>;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t low = half == 0 ? words.x : words.z, high = half == 0 ? words.y : words.w;
+    if constexpr (kBits == 4) {
+      uint32_t l[4], h[4];
+      uint4_to_subnormal(low, l);
+      uint4_to_subnormal(high, h);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        a[half * 2 + step][0] = C::fma(l[2 * step], C::kFactor, zero_low);
+        a[half * 2 + step][1] = C::fma(h[2 * step], C::kFactor, zero_high);
+        a[half * 2 + step][2] = C::fma(l[2 * step + 1], C::kFactorOfOdd, zero_low);
+        a[half * 2 + step][3] = C::fma(h[2 * step + 1], C::kFactorOfOdd, zero_high);
+      }
+    } else {
+      uint32_t l[2], h[2];
+      uint8_to_subnormal(low, l);
+      uint8_to_subnormal(high, h);
+      a[half][0] = C::fma(l[0], C::kFactor, zero_low);
+      a[half][1] = C::fma(h[0], C::kFactor, zero_high);
+      a[half][2] = C::fma(l[1], C::kFactor, zero_low);
+      a[half][3] = C::fma(h[1], C::kFactor, zero_high);
+    }
+  }
+}
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, S::kCtas)
+    warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap x_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using X = typename S::X;
+  using C = Convert<X>;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  uint64_t* full = reinterpret_cast<uint64_t*>(shared);
+  uint64_t* empty = full + S::kStages;
+  uint8_t* const ring = shared + kBarrierBytes;
+
+  const MatmulArgs& args = params.args;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % params.cluster;
+  const int tile = blockIdx.x / params.cluster;
+  const int row_block = tile / params.token_tiles;
+  const int m0 = tile % params.token_tiles * S::kTokens;  // token tiles of the same weights run together
+  const int64_t n0 = static_cast<int64_t>(row_block) * S::kRows;
+  const int64_t batch = blockIdx.y;
+
+  const int stages = static_cast<int>(ceil_div(args.k, kStageK));
+  const int first_stage = static_cast<int>(static_cast<int64_t>(stages) * rank / params.cluster);
+  const int end_stage = static_cast<int>(static_cast<int64_t>(stages) * (rank + 1) / params.cluster);
+  const int stage_count = end_stage - first_stage;
+  // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share memory channels:
+  // each begins somewhere else in its run, and wraps around.
+  const int rotation = stage_count > 0 ? row_block * kRotation % stage_count : 0;
+  const auto stage_at = [&](int index) {
+    const int at = index + rotation;
+    return first_stage + (at < stage_count ? at : at - stage_count);
+  };
+  const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
+  const int blocks = static_cast<int>(ceil_div(args.k, 32));
+
+  const bool grouped = params.log2_group_blocks >= 0;
+  const bool has_zeros = args.shift_mode == ShiftMode::kZeros;
+  const int scale_size = element_size(args.scale_dtype);
+  const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
+  const uint8_t* zeros = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; ++i) {
+      ptx::barrier_init(full + i, 1);
+      ptx::barrier_init(empty + i, S::kWarpgroups * 4);
+    }
+    ptx::barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warp >= S::kWarpgroups * 4) {
+    ptx::lower_registers<S::kProducerRegisters>();
+    if (threadIdx.x == S::kWarpgroups * 128) {
+      ptx::prefetch_tensor_map(&x_map);
+      const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
+      const uint32_t* words = args.qw + batch * args.qw_batch_stride + n0 / kTileN * k_tiles * kTileWords;
+      const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
+      const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - n0));
+      const int scale_row_bytes = outputs * scale_size;
+      const int zero_row_bytes = has_zeros ? outputs : 0;
+      for (int index = 0; index < stage_count; ++index) {
+        const int stage = stage_at(index);
+        const int slot = index % S::kStages;
+        if (index >= S::kStages) ptx::barrier_wait(empty + slot, (index / S::kStages - 1) & 1);
+        uint8_t* to = ring + slot * S::kStageBytes;
+        const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
+        const int groups = grouped ? min(S::kFlushes, blocks - stage * (kStageK / 32)) : 0;
+        ptx::barrier_expect(full + slot, S::kXBytes + row_tiles * tile_bytes + groups * (scale_row_bytes + zero_row_bytes));
+        for (int row = 0; row < row_tiles; ++row) {
+          ptx::bulk_copy(to + S::kWeightsAt + row * S::kTiles * kTileBytes,
+                         words + (static_cast<int64_t>(row) * k_tiles + stage * S::kTiles) * kTileWords, tile_bytes, full + slot);
+        }
+        for (int i = 0; i < groups; ++i) {
+          const int64_t at = ((stage * (kStageK / 32) + i) >> params.log2_group_blocks) * args.n + n0;
+          ptx::bulk_copy(to + S::kScalesAt + i * S::kRows * 4, scales + at * scale_size, scale_row_bytes, full + slot);
+          if (has_zeros) ptx::bulk_copy(to + S::kZerosAt + i * S::kRows, zeros + at, zero_row_bytes, full + slot);
+        }
+        for (int half = 0; half < 2; ++half) {
+          ptx::tensor_copy_3d(to + half * S::kHalfBytes, &x_map, stage * kStageK + half * 64, m0, x_batch, full + slot);
+        }
+      }
+    }
+    __syncwarp();
+  } else {
+    ptx::raise_registers<S::kConsumerRegisters>();
+    const int warpgroup = warp / 4;
+    const int g = lane / 4;
+    const int t = lane % 4;
+    const int row = warpgroup * kTileN + warp % 4 * kAtomN + g;  // this lane's outputs: n0 + row and n0 + row + 8
+    const bool wide_scales = args.scale_dtype == DType::kF32;
+    const bool bf16_scales = args.scale_dtype == DType::kBF16;
+    float scale[2];
+    uint32_t zero[2] = {C::minus_zero(static_cast<float>(bias_of(S::kBits))), C::minus_zero(static_cast<float>(bias_of(S::kBits)))};
+    const auto set_group = [&](const uint8_t* scale_row, const uint8_t* zero_row) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t bits = wide_scales ? reinterpret_cast<const uint32_t*>(scale_row)[8 * i] : reinterpret_cast<const uint16_t*>(scale_row)[8 * i];
+        const float narrow = bf16_scales ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+        scale[i] = (wide_scales ? __uint_as_float(bits) : narrow) * C::kUnscale;
+      }
+      if (has_zeros) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(zero_row[8 * i]));
+      }
+    };
+    if (!grouped) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t n = min(n0 + row + 8 * i, args.n - 1);
+        scale[i] = load_element(scales, n, args.scale_dtype) * C::kUnscale;
+        if (has_zeros) zero[i] = C::minus_zero(static_cast<float>(zeros[n]));
+      }
+    }
+
+    float acc[S::kTokens / 2] = {};
+    for (int index = 0; index < stage_count; ++index) {
+      const int slot = index % S::kStages;
+      const uint8_t* data = ring + slot * S::kStageBytes;
+      const uint64_t x = ptx::wgmma_descriptor(data);
+      const uint4* words = reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + warp % 4 * 32 + lane;
+      ptx::barrier_wait(full + slot, (index / S::kStages) & 1);
+#pragma unroll
+      for (int flush = 0; flush < S::kFlushes; ++flush) {
+        if (S::kFlushes > 1 && stage_at(index) * (kStageK / 32) + flush >= blocks) break;  // no scales were copied for it
+        constexpr int kSteps = kStageSteps / S::kFlushes;         // of 16 inputs, of one flush
+        constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;       // that one vector of words holds
+        if (grouped) {
+          set_group(data + S::kScalesAt + flush * S::kRows * 4 + row * scale_size, data + S::kZerosAt + flush * S::kRows + row);
+        }
+        float part[S::kTokens / 2];
+        uint32_t a[kSteps > kVectorSteps ? kSteps : kVectorSteps][4];
+#pragma unroll
+        for (int first = 0; first < kSteps; first += kVectorSteps) {
+          const int step = flush * kSteps + first;
+          convert<X, S::kBits>(words[step / kVectorSteps * (kTileBytes / 16)], zero[0], zero[1], a + first);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kVectorSteps && first + i < kSteps; ++i) {
+            const int at = step + i;
+            const uint64_t operand_x = x + ((at / 4 * S::kHalfBytes + at % 4 * 32) >> 4);
+            const uint32_t (&operand)[4] = a[kSteps < kVectorSteps ? at % kVectorSteps : first + i];
+            if constexpr (C::kBf16) {
+              ptx::Wgmma<S::kTokens>::bf16(part, operand, operand_x, first + i > 0);
+            } else {
+              ptx::Wgmma<S::kTokens>::f16(part, operand, operand_x, first + i > 0);
+            }
+          }
+          ptx::wgmma_commit();
+        }
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < S::kTokens / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
+      }
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(empty + slot);
+    }
+
+    // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place.
+    asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
+    float* partial = reinterpret_cast<float*>(ring);
+#pragma unroll
+    for (int i = 0; i < S::kTokens / 2; ++i) {
+      partial[(i / 4 * 8 + 2 * t + i % 2) * S::kPartialStride + row + i % 4 / 2 * 8] = acc[i];
+    }
+  }
+
+  if (params.cluster > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  const int tokens = static_cast<int>(min(static_cast<int64_t>(S::kTokens), args.m - m0));
+  constexpr int kQuads = S::kRows / 4;
+  const float* partial = reinterpret_cast<const float*>(ring);
+  for (int i = rank * S::kThreads + threadIdx.x; i < tokens * kQuads; i += params.cluster * S::kThreads) {
+    const int token = i / kQuads, quad = i % kQuads;
+    const int64_t n = n0 + quad * 4;
+    if (n >= args.n) continue;
+    const float* at = partial + token * S::kPartialStride + quad * 4;
+    float sum[4] = {};
+    for (int other = 0; other < params.cluster; ++other) {
+      const float4 v = params.cluster == 1 ? *reinterpret_cast<const float4*>(at) : ptx::load4_shared_of_rank(at, other);
+      sum[0] += v.x;
+      sum[1] += v.y;
+      sum[2] += v.z;
+      sum[3] += v.w;
+    }
+    finish4(args, batch, m0 + token, n, sum);
+  }
+  if (params.cluster > 1) {  // shared memory must outlive the others' reads of it
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+#else
+  __trap();
+#endif
+}
+
+// The activations as the copy engine sees them: [batch, m, k], boxes of kTokens x 64.
+cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map);
+
+template <typename S>
+cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {
+  CUtensorMap map;
+  if (cudaError_t error = describe_activations(params.args, S::kTokens, &map); error != cudaSuccess) return error;
+  Params p = params;
+  p.token_tiles = static_cast<int>(ceil_div(p.args.m, S::kTokens));
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(ceil_div(p.args.n, S::kRows) * p.token_tiles * config.cluster),
+                    static_cast<unsigned>(p.args.batch));
+  shape.threads = S::kThreads;
+  shape.cluster = config.cluster;
+  shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
+  return launch_kernel(warpgroup_matmul<S>, shape, stream, p, map);
+}
+
+template <typename X, int kBits, int kFlushes>
+cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
+  const auto select = [&](auto tokens) {
+    return config.warpgroups == 2 ? launch_shape<Shape<X, kBits, tokens.value, 2, kFlushes>>(params, config, stream)
+                                  : launch_shape<Shape<X, kBits, tokens.value, 4, kFlushes>>(params, config, stream);
+  };
+  switch (config.tokens) {
+    case 16:
+      return select(std::integral_constant<int, 16>{});
+    case 32:
+      return select(std::integral_constant<int, 32>{});
+    case 64:
+      return select(std::integral_constant<int, 64>{});
+    case 128:
+      return launch_shape<Shape<X, kBits, 128, 2, kFlushes>>(params, config, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+template <typename X>
+cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+  Params params{};
+  params.args = args;
+  params.cluster = config.cluster;
+  params.log2_group_blocks = -1;
+  if (args.groups > 1) {
+    params.log2_group_blocks = 0;
+    while ((int64_t{32} << params.log2_group_blocks) < args.k / args.groups) ++params.log2_group_blocks;
+  }
+  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
+  if (args.bits == 4) {
+    return small_groups ? launch_tokens<X, 4, 4>(params, config, stream) : launch_tokens<X, 4, 1>(params, config, stream);
+  }
+  return small_groups ? launch_tokens<X, 8, 4>(params, config, stream) : launch_tokens<X, 8, 1>(params, config, stream);
+}
+
+}  // namespace wonly::warpgroup

@@ -1,0 +1,23 @@
+// The product for a middling number of tokens on sm_90a (matmul_warpgroup.cuh).
+#pragma once
+
+#include "cuda/matmul.h"
+
+namespace wonly::warpgroup {
+
+struct Config {
+  int tokens;      // of a CTA: 16, 32, 64 or 128
+  int warpgroups;  // of 64 outputs each: 2 or 4; 2 with 128 tokens
+  int cluster;     // CTAs along the inputs: 1, 2, 4 or 8
+};
+
+// Whether this kernel computes `args`: 16-bit activations, symmetric codes or integer zeros, and rows of
+// activations, scales and zeros that are 16-byte aligned.
+bool supports(const MatmulArgs& args);
+
+cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+
+cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+
+}  // namespace wonly::warpgroup
