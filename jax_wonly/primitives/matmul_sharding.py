@@ -108,8 +108,9 @@ def _partition(evaluate: Callable, epilogue: Callable, params, mesh, arg_shapes,
     x, qw, scales, *rest = arg_shapes
     if not all(isinstance(s.sharding, NamedSharding) for s in (*arg_shapes, result_shape)):
         # Inside a partly manual mesh XLA names no axes: every device computes the whole.
-        sharding: Any = result_shape.sharding
-        whole = type(sharding).get_replicated(sharding._device_assignment)
+        # Only the private class of such a sharding can make a replicated one for the same devices.
+        unnamed: Any = result_shape.sharding
+        whole = type(unnamed).get_replicated(unnamed._device_assignment)
         return mesh, partial(evaluate, params=p), whole, (whole,) * len(arg_shapes)
 
     groups, n = scales.shape[1:]
