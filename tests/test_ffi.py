@@ -1,8 +1,10 @@
 """Loading, version check, fallback: each in a process of its own where the state of the package matters."""
 
+import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -14,8 +16,6 @@ from jax_wonly import _ffi
 
 
 def run(script: str, **environment) -> subprocess.CompletedProcess:
-    import os
-
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         env=os.environ | environment,
@@ -120,6 +120,34 @@ def test_missing_cpu_binary_falls_back_with_one_warning():
     lines = result.stdout.strip().split("\n")
     assert lines[0].startswith("1 ") and "slower XLA implementation" in lines[0], result
     assert "implementation='cpu' is not available: jax_wonly._cpu is not part of this installation" in lines[1]
+
+
+def test_gpu_without_a_cuda_binary_falls_back_with_one_warning(monkeypatch):
+    monkeypatch.setattr(_ffi, "_reasons", {"cpu": None, "cuda": "the reason"})
+    monkeypatch.setattr(_ffi, "_gpu_here", lambda: True)
+    monkeypatch.setattr(_ffi, "_warned", set())
+    w = np.ones((64, 8), np.float32)
+    qt = jw.quantize(w, group_size=64)
+
+    def program(rows, **options):
+        f = jax.jit(lambda x: jw.matmul(x, qt, **options))
+        return jax.export.export(f, platforms=["cuda"])(np.ones((rows, 64), np.float32)).mlir_module()
+
+    with pytest.warns(
+        RuntimeWarning, match="no compiled kernels for 'cuda', using the slower XLA .*: the reason"
+    ) as seen:
+        for rows in (1, 2, 3):
+            assert "custom_call" not in program(rows)
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="implementation='cuda' is not available: the reason"):
+        program(4, implementation="cuda")
+    # With no GPU here the program is meant for another machine: no warning, and the custom call if it is asked for.
+    monkeypatch.setattr(_ffi, "_gpu_here", lambda: False)
+    monkeypatch.setattr(_ffi, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program(5)
+    assert _ffi.use_native("cuda", "cuda")
 
 
 def test_environment_override(monkeypatch):
