@@ -2,10 +2,11 @@
 
     python benchmarks/cpu.py [--quick] [--rows 1 4 16 64 512] [--isa avx2] [--output FILE]
 
-Both run inside ``jax.jit`` in one process, in turns, with weights as arguments. A sample counts when no other task wanted a
-core before or after it; a row with fewer than nine such samples is marked inconclusive and uses all samples. "hot" repeats
-one weight, "cold" rotates over copies that no cache holds. Beside every time stands the largest error against float64, in
-units of the natural size sqrt(sum (x w)^2) of a result, for our product and for XLA's dense one of the dequantized weights.
+Both run inside ``jax.jit`` in one process, in turns, with weights as arguments. A sample counts when no other task wanted
+a core before or after it; a row with fewer than nine such samples is marked inconclusive and uses all samples: read the
+ratio of core time (all threads together) there. "hot" repeats one weight, "cold" rotates over copies that no cache holds.
+Beside every time stands the largest error against float64, in units of the natural size sqrt(sum (x w)^2) of a result, for
+our product and for XLA's dense one of the dequantized weights.
 """
 
 import argparse
@@ -71,22 +72,23 @@ class Contender:
     def __init__(self, compiled: Compiled, x: jax.Array, weights: list):
         self.compiled, self.x, self.weights = compiled, x, weights
         self.turn = 0
-        self.times: list[float] = []
+        self.times: list[tuple[float, float]] = []
 
-    def run(self) -> float:
+    def run(self) -> tuple[float, float]:
+        """Seconds on the clock, and seconds of all cores."""
         weight = self.weights[self.turn % len(self.weights)]
         self.turn += 1
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         self.compiled(self.x, weight).block_until_ready()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin, time.process_time() - cpu_begin
 
 
 def interleave(contenders: list[Contender], samples: int, seconds: float) -> bool:
     """Fills ``times``; returns whether enough samples were taken on a quiet machine."""
     for contender in contenders:
         contender.run()
-    quiet: list[list[float]] = [[] for _ in contenders]
-    every: list[list[float]] = [[] for _ in contenders]
+    quiet: list[list[tuple[float, float]]] = [[] for _ in contenders]
+    every: list[list[tuple[float, float]]] = [[] for _ in contenders]
     end = time.perf_counter() + seconds
     while min(map(len, quiet)) < samples and (time.perf_counter() < end or min(map(len, every)) < 5):
         for i, contender in enumerate(contenders):
@@ -100,6 +102,11 @@ def interleave(contenders: list[Contender], samples: int, seconds: float) -> boo
     for contender, good, all_samples in zip(contenders, quiet, every, strict=True):
         contender.times = good if conclusive else all_samples
     return conclusive
+
+
+def copies(weight, caches: str) -> int:
+    """Further copies of a weight to rotate over."""
+    return 0 if caches == "hot" else -(-COLD_BYTES // weight.nbytes) - 1
 
 
 def error_of(y: jax.Array, x: jax.Array, w: np.ndarray, columns: np.ndarray) -> float:
@@ -154,25 +161,25 @@ def main() -> None:
                 compiled = ours_jit.lower(x, qt).compile(), dense_jit.lower(x, dense).compile()
                 errors = [error_of(c(x, v), x, exact, columns) for c, v in zip(compiled, (qt, dense), strict=True)]
                 for caches in ("hot",) if args.quick or m > 16 else ("hot", "cold"):
-                    pools = [
-                        [v] if caches == "hot" else [v] + [jax.tree.map(jnp.copy, v) for _ in range(-(-COLD_BYTES // v.nbytes) - 1)]
-                        for v in (qt, dense)
-                    ]  # fmt: skip
+                    pools = [[v, *(jax.tree.map(jnp.copy, v) for _ in range(copies(v, caches)))] for v in (qt, dense)]
                     contenders = [Contender(c, x, pool) for c, pool in zip(compiled, pools, strict=True)]
                     conclusive = interleave(contenders, samples, seconds)
-                    ours, xla = (statistics.median(c.times) * 1e3 for c in contenders)
+                    ours, xla = (statistics.median(t for t, _ in c.times) * 1e3 for c in contenders)
+                    cpu, xla_cpu = (statistics.median(t for _, t in c.times) * 1e3 for c in contenders)
+                    best, xla_best = (min(t for t, _ in c.times) * 1e3 for c in contenders)
                     row = {
                         "bits": bits, "group_size": args.group_size, "k": args.k, "n": args.n, "dtype": dtype, "m": m,
                         "weights": caches, "ms": round(ours, 4), "xla_ms": round(xla, 4), "ratio": round(xla / ours, 2),
-                        "best_ms": round(min(contenders[0].times) * 1e3, 4),
-                        "xla_best_ms": round(min(contenders[1].times) * 1e3, 4),
+                        "best_ms": round(best, 4), "xla_best_ms": round(xla_best, 4),
+                        "cpu_ms": round(cpu, 4), "xla_cpu_ms": round(xla_cpu, 4), "cpu_ratio": round(xla_cpu / cpu, 2),
                         "error": float(f"{errors[0]:.2e}"), "xla_error": float(f"{errors[1]:.2e}"),
                         "samples": len(contenders[0].times), "conclusive": conclusive,
                     }  # fmt: skip
                     rows.append(row)
                     print(
-                        f"int{bits} {dtype:8} M={m:<4} {caches:4} {ours:8.3f} ms  XLA {xla:8.3f} ms  {xla / ours:6.2f}x  best "
-                        f"{row['best_ms']:.3f} / {row['xla_best_ms']:.3f}  error {errors[0]:.1e} (XLA {errors[1]:.1e})"
+                        f"int{bits} {dtype:8} M={m:<4} {caches:4} {ours:8.3f} ms  XLA {xla:8.3f} ms  {xla / ours:6.2f}x  "
+                        f"best {best:.3f} / {xla_best:.3f}  core time {xla_cpu / cpu:.2f}x  "
+                        f"error {errors[0]:.1e} (XLA {errors[1]:.1e})"
                         f"{'' if conclusive else '  inconclusive: machine not quiet'}",
                         flush=True,
                     )

@@ -42,12 +42,14 @@ void force_isa(const std::string& name) {
 
 NB_MODULE(_cpu, m) {
   m.def("registrations", &registrations, "Capsules of the CPU handlers by custom-call target name.");
-  m.def("ffi_api_version", [] { return std::make_pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
-        "(major, minor) of the XLA FFI headers this module was built with.");
+  m.def(
+      "ffi_api_version", [] { return std::make_pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); },
+      "(major, minor) of the XLA FFI headers this module was built with.");
   m.def("isas", &wonly::cpu::supported_isas, "Instruction sets this machine can run, best first.");
   m.def("active_isa", &active_isa,
         "The instruction set in use. ValueError if JAX_WONLY_CPU_ISA names one that is unknown or not supported here.");
-  m.def("force_isa", &force_isa, nb::arg("name"), "Use this instruction set from now on; '' restores the default. For tests.");
+  m.def("force_isa", &force_isa, nb::arg("name"),
+        "Use this instruction set from now on; '' restores the default. For tests.");
 #if defined(WONLY_CONVERSIONS_SELFTEST)
   wonly::register_conversions(m);
 #endif

@@ -1,4 +1,5 @@
-// What one instruction set offers: the table of functions that the drivers in matmul.cc and quantize.cc share out over threads.
+// What one instruction set offers: the table of functions that the drivers in matmul.cc and quantize.cc share out over
+// threads.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,8 @@
 #include "abi.h"
 #include "layout.h"
 
-// Small functions that files of different instruction sets share must never be emitted out of line: the linker would keep one.
+// Small functions that files of different instruction sets share must never be emitted out of line: the linker would
+// keep one.
 #define WONLY_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace wonly::cpu {
@@ -18,7 +20,9 @@ struct Rows {
   DType type = DType::kF32;
 };
 
-WONLY_ALWAYS_INLINE constexpr int64_t size_of(DType type) { return type == DType::kF32 ? 4 : type == DType::kU8 ? 1 : 2; }
+WONLY_ALWAYS_INLINE constexpr int64_t size_of(DType type) {
+  return type == DType::kF32 ? 4 : type == DType::kU8 ? 1 : 2;
+}
 
 // Packed weights of one batch entry and their parameters: qw[Nt, Kt, 512], scales[groups, n], shift[groups, n].
 struct Weights {
@@ -49,10 +53,10 @@ WONLY_ALWAYS_INLINE int64_t run_end(const Weights& weights, int64_t begin) {
   return end < k_padded ? end : k_padded;
 }
 
-// How x is handed to the kernels: as float32, as pairs of bfloat16 for instructions that multiply pairs, or in fixed point as
-// three planes of signed bytes for instructions that multiply bytes. The last: within a run, x = 2^-e (d0 + 2^8 d1 + 2^16 d2),
-// 24 bits in all, which holds a float32 to its last place where the inputs of a run are of similar size. Rows where they are
-// not (see plane_exponents) take the float32 form instead.
+// How x is handed to the kernels: as float32, as pairs of bfloat16 for instructions that multiply pairs, or in fixed
+// point as three planes of signed bytes for instructions that multiply bytes. The last: within a run, x = 2^-e (d0 +
+// 2^8 d1 + 2^16 d2), 24 bits in all, which holds a float32 to its last place where the inputs of a run are of similar
+// size. Rows where they are not (see plane_exponents) take the float32 form instead.
 enum class Form { kF32 = 0, kBF16Pairs = 1, kPlanes = 2 };
 
 // One row in one run, as planes: its unit 2^-e, the sum of its integers, and sums of its digits.
@@ -64,8 +68,8 @@ struct PlaneRun {
 };
 
 // Rows of x in blocks, each [inputs][rows of the block]: block i holds rows block_begin(i) .. block_begin(i + 1) of
-// rows_padded. Rows and inputs beyond rows and k are zeros. An element, of four bytes, is a float32, a pair of bfloat16, or,
-// three for each row, four digits of a plane.
+// rows_padded. Rows and inputs beyond rows and k are zeros. An element, of four bytes, is a float32, a pair of
+// bfloat16, or, three for each row, four digits of a plane.
 struct PackedX {
   void* data;
   Form form;

@@ -1,6 +1,7 @@
+// clang-format off: the kernels are written over Ops
 #include "cpu/ops_avx512.h"
-
 #include "cpu/engine_impl.h"
+// clang-format on
 
 namespace wonly::cpu {
 

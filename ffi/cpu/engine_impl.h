@@ -1,9 +1,10 @@
-// The kernels of one instruction set, written once over its Ops (a 16-lane float32 vector and the few things done to it).
-// Each engine_*.cc defines Ops and includes this file; everything is in an anonymous namespace (see numbers.h).
+// The kernels of one instruction set, written once over its Ops (a 16-lane float32 vector and the few things done to
+// it). Each engine_*.cc defines Ops and includes this file; everything is in an anonymous namespace (see numbers.h).
 //
-// Lane order. The 128 words of an atom are sixteen rows by eight columns of words. Transposed by 64-bit pairs they become
-// eight vectors t[0..7] with one lane per output, in the order 0, 8, 1, 9, .. 7, 15: word t[j] holds the codes of inputs
-// base(j) + 8p + odd. Scales, zeros and sums live in that lane order, and only results are put back in natural order.
+// Lane order. The 128 words of an atom are sixteen rows by eight columns of words. Transposed by 64-bit pairs they
+// become eight vectors t[0..7] with one lane per output, in the order 0, 8, 1, 9, .. 7, 15: word t[j] holds the codes
+// of inputs base(j) + 8p + odd. Scales, zeros and sums live in that lane order, and only results are put back in
+// natural order.
 #pragma once
 
 #include <cstring>
@@ -19,7 +20,7 @@ using F = Ops::F;
 using I = Ops::I;
 
 constexpr int kLanes = 16;
-constexpr int kChunk = kRunInputs;   // inputs of a panel
+constexpr int kChunk = kRunInputs;    // inputs of a panel
 constexpr int kPrefetchBytes = 8192;  // ahead of the tile that is read
 
 template <int kBits>
@@ -33,9 +34,11 @@ struct Codes {
   static constexpr int offset(int i) { return 8 * (i % kPairsPerWord) + i / kPairsPerWord; }
 };
 static_assert(code_position(4, 32 + 2 * 3 + 8 * 2 + 1, 9).word == 4 * (4 * 1 + 3) + 2 + 1 &&
-              code_position(4, 32 + 2 * 3 + 8 * 2 + 1, 9).shift == 4 * 6 && Codes<4>::base(7) + Codes<4>::offset(6) == 55);
+              code_position(4, 32 + 2 * 3 + 8 * 2 + 1, 9).shift == 4 * 6 &&
+              Codes<4>::base(7) + Codes<4>::offset(6) == 55);
 static_assert(code_position(8, 16 + 2 * 3 + 8 * 1 + 1, 9).word == 4 * (4 * 1 + 3) + 2 + 1 &&
-              code_position(8, 16 + 2 * 3 + 8 * 1 + 1, 9).shift == 8 * 3 && Codes<8>::base(7) + Codes<8>::offset(3) == 31);
+              code_position(8, 16 + 2 * 3 + 8 * 1 + 1, 9).shift == 8 * 3 &&
+              Codes<8>::base(7) + Codes<8>::offset(3) == 31);
 
 enum : int { kNone = 0, kZeros = 1, kOffsets = 2 };  // ShiftMode as a template argument
 
@@ -99,7 +102,8 @@ struct PairsPolicy {
 #endif
 
 template <class Policy, class Decoder, int kRows, int kParts, int kBits, int i = 0>
-WONLY_ALWAYS_INLINE void multiply_word(const Decoder& decoder, I word, const typename Policy::X* x, F (&sums)[kParts][kRows]) {
+WONLY_ALWAYS_INLINE void multiply_word(const Decoder& decoder, I word, const typename Policy::X* x,
+                                       F (&sums)[kParts][kRows]) {
   if constexpr (i < Decoder::kSteps) {
     constexpr int offset = Policy::kWidth == 1 ? Codes<kBits>::offset(i) : 4 * i;
     const typename Policy::W w = decoder.template get<i>(word);
@@ -250,16 +254,23 @@ using DirectKernel = void (*)(const Weights&, const uint32_t*, const void*, cons
 template <class Policy, int kBits, int kShift, bool kHalfTiles>
 DirectKernel direct_for(int64_t rows) {
   switch (rows) {
-    case 1: return direct_kernel<Policy, kBits, kShift, kHalfTiles, 1>;
-    case 2: return direct_kernel<Policy, kBits, kShift, kHalfTiles, 2>;
-    case 4: return direct_kernel<Policy, kBits, kShift, kHalfTiles, 4>;
+    case 1:
+      return direct_kernel<Policy, kBits, kShift, kHalfTiles, 1>;
+    case 2:
+      return direct_kernel<Policy, kBits, kShift, kHalfTiles, 2>;
+    case 4:
+      return direct_kernel<Policy, kBits, kShift, kHalfTiles, 4>;
   }
   if constexpr (Ops::kDirectRows > 4) {
     switch (rows) {
-      case 6: return direct_kernel<Policy, kBits, kShift, kHalfTiles, 6>;
-      case 8: return direct_kernel<Policy, kBits, kShift, kHalfTiles, 8>;
-      case 12: return direct_kernel<Policy, kBits, kShift, kHalfTiles, 12>;
-      case 16: return direct_kernel<Policy, kBits, kShift, kHalfTiles, 16>;
+      case 6:
+        return direct_kernel<Policy, kBits, kShift, kHalfTiles, 6>;
+      case 8:
+        return direct_kernel<Policy, kBits, kShift, kHalfTiles, 8>;
+      case 12:
+        return direct_kernel<Policy, kBits, kShift, kHalfTiles, 12>;
+      case 16:
+        return direct_kernel<Policy, kBits, kShift, kHalfTiles, 16>;
     }
   }
   return nullptr;
@@ -282,9 +293,12 @@ DirectKernel direct_for(const Weights& weights, int64_t rows) {
 template <class Policy>
 DirectKernel direct_for(const Weights& weights, int64_t rows) {
   switch (weights.shift_mode) {
-    case ShiftMode::kNone: return direct_for<Policy, kNone>(weights, rows);
-    case ShiftMode::kZeros: return direct_for<Policy, kZeros>(weights, rows);
-    default: break;
+    case ShiftMode::kNone:
+      return direct_for<Policy, kNone>(weights, rows);
+    case ShiftMode::kZeros:
+      return direct_for<Policy, kZeros>(weights, rows);
+    default:
+      break;
   }
   if constexpr (Policy::kFolds) return direct_for<Policy, kOffsets>(weights, rows);
   return nullptr;
@@ -292,10 +306,10 @@ DirectKernel direct_for(const Weights& weights, int64_t rows) {
 
 // Where a task keeps what it makes.
 struct Scratch {
-  float* scales;   // [groups][64], lane order
-  float* shifts;   // [groups][64], lane order, unused without a shift
-  float* panel;    // [kChunk + 32][64]
-  float* totals;   // [rows][64], lane order
+  float* scales;  // [groups][64], lane order
+  float* shifts;  // [groups][64], lane order, unused without a shift
+  float* panel;   // [kChunk + 32][64]
+  float* totals;  // [rows][64], lane order
 
   Scratch(const Weights& weights, float* memory) {
     scales = memory;
@@ -312,7 +326,9 @@ struct Scratch {
   }
 };
 
-const uint32_t* tiles_of(const Weights& weights, int64_t tile) { return weights.qw + tile * weights.tiles_k() * kTileWords; }
+const uint32_t* tiles_of(const Weights& weights, int64_t tile) {
+  return weights.qw + tile * weights.tiles_k() * kTileWords;
+}
 
 void matmul_direct(const MatmulTask& task) {
   const Scratch scratch(task.weights, task.scratch);
@@ -326,10 +342,11 @@ void matmul_direct(const MatmulTask& task) {
   finish(task, 0, task.x.rows, scratch.totals);
 }
 
-// Codes of inputs [k_begin, k_end) as scaled float32 weights, panel[k - k_begin][64] in lane order. k_begin: a multiple of 32.
+// Codes of inputs [k_begin, k_end) as scaled float32 weights, panel[k - k_begin][64] in lane order. k_begin: a multiple
+// of 32.
 template <int kBits, int kShift, int i = 0>
-WONLY_ALWAYS_INLINE void decode_word(const Ops::Decoder<kBits, kShift == kNone>& decoder, I word, const Scratch& scratch,
-                                     const int32_t* group_at, int k, int column, float* panel) {
+WONLY_ALWAYS_INLINE void decode_word(const Ops::Decoder<kBits, kShift == kNone>& decoder, I word,
+                                     const Scratch& scratch, const int32_t* group_at, int k, int column, float* panel) {
   if constexpr (i < Codes<kBits>::kPerWord) {
     const int row = k + Codes<kBits>::offset(i);
     const int at = group_at[row] + column;
@@ -461,18 +478,29 @@ using MicroKernel = void (*)(const void*, const void*, int64_t, const float*, fl
 template <class Policy>
 MicroKernel micro_for(int64_t rows) {
   switch (rows) {
-    case 1: return micro_kernel<Policy, 1>;
-    case 2: return micro_kernel<Policy, 2>;
+    case 1:
+      return micro_kernel<Policy, 1>;
+    case 2:
+      return micro_kernel<Policy, 2>;
   }
   if constexpr (Ops::kMicroRows > 2) {
     switch (rows) {
-      case 3: return micro_kernel<Policy, 3>;
-      case 4: return micro_kernel<Policy, 4>;
-      case 5: return micro_kernel<Policy, 5>;
-      case 6: return micro_kernel<Policy, 6>;
+      case 3:
+        return micro_kernel<Policy, 3>;
+      case 4:
+        return micro_kernel<Policy, 4>;
+      case 5:
+        return micro_kernel<Policy, 5>;
+      case 6:
+        return micro_kernel<Policy, 6>;
     }
   }
   return nullptr;
+}
+
+// Asks for what the next block reads while this one is multiplied: blocks lie apart, and each would start with misses.
+void prefetch_block(const float* x, int64_t elements) {
+  for (int64_t i = 0; i < elements; i += 16) __builtin_prefetch(x + i);
 }
 
 void matmul_panel(const MatmulTask& task) {
@@ -504,7 +532,9 @@ void matmul_panel(const MatmulTask& task) {
     for (int64_t block = task.block_begin; block < task.block_end; ++block) {
       const int64_t first = x.block_begin(block);
       const int64_t height = x.block_begin(block + 1) - first;
-      const float* x_block = static_cast<const float*>(x.data) + first * x.row_elements() + (pairs ? begin / 2 : begin) * height;
+      const float* x_block =
+          static_cast<const float*>(x.data) + first * x.row_elements() + (pairs ? begin / 2 : begin) * height;
+      if (block + 1 < task.block_end) prefetch_block(x_block + height * x.row_elements(), count * height);
       MicroKernel kernel = nullptr;
 #if defined(WONLY_BF16_PAIRS)
       if (pairs) kernel = micro_for<PairsPolicy>(height);
@@ -630,7 +660,8 @@ void decode_planes(const uint32_t* tiles, int64_t begin, int64_t end, float* pan
 }
 
 using PlanesDirect = void (*)(const PlanesArgs&, const uint32_t*, const PlaneRun*, float*);
-using PlanesPanel = void (*)(const float*, int64_t, const float*, const float*, const uint32_t*, const PlaneRun*, float*);
+using PlanesPanel = void (*)(const float*, int64_t, const float*, const float*, const uint32_t*, const PlaneRun*,
+                             float*);
 
 // Kernels for 1 to kPlaneRows rows.
 template <int kShift, int... kRows>
@@ -670,8 +701,12 @@ void matmul_planes(const MatmulTask& task, const Scratch& scratch) {
     for (int64_t block = task.block_begin; block < task.block_end; ++block) {
       const int64_t first = x.block_begin(block);
       const int64_t height = x.block_begin(block + 1) - first;
-      Table::panel(height)(scratch.panel, (end - begin) / 4, scratch.scales + at, scratch.shifts + at,
-                           x_data + first * x.row_elements() + begin / 4 * kPlanes * height,
+      const uint32_t* x_block = x_data + first * x.row_elements() + begin / 4 * kPlanes * height;
+      if (block + 1 < task.block_end) {
+        prefetch_block(reinterpret_cast<const float*>(x_block + height * x.row_elements()),
+                       (end - begin) / 4 * kPlanes * height);
+      }
+      Table::panel(height)(scratch.panel, (end - begin) / 4, scratch.scales + at, scratch.shifts + at, x_block,
                            x.plane_runs + first * x.runs + run * height, scratch.totals + (first - row_begin) * kTileN);
     }
   }
@@ -683,7 +718,8 @@ void matmul_planes(const MatmulTask& task) {
   const Scratch scratch(weights, task.scratch);
   scratch.load(weights, task.tile);
   if (weights.shift_mode == ShiftMode::kNone) return matmul_planes<kNone>(task, scratch);
-  if (weights.shift_mode == ShiftMode::kZeros && weights.shift.type == DType::kU8) return matmul_planes<kZeros>(task, scratch);
+  if (weights.shift_mode == ShiftMode::kZeros && weights.shift.type == DType::kU8)
+    return matmul_planes<kZeros>(task, scratch);
   if (weights.shift_mode == ShiftMode::kZeros)
     for (int64_t i = 0; i < weights.groups * kTileN; ++i) scratch.shifts[i] *= -scratch.scales[i];
   matmul_planes<kOffsets>(task, scratch);
@@ -698,8 +734,11 @@ void load_run(const Weights& weights, Rows x, int64_t row, int64_t begin, int64_
 
 bool plane_exponents(const Weights& weights, Rows x, int64_t row, int16_t* exponents) {
   constexpr float kLargest = 127 * (65536 + 256 + 1);  // of three signed digits
-  // Rounding to fixed point may cost what a few float32 roundings of each input would: relative to the mean magnitude.
+  // Rounding to fixed point may cost what a few float32 roundings of each input would, relative to the mean magnitude.
+  // And at most one input in eight may be left with fewer than 16 bits: a mean says little where few inputs dwarf the
+  // others, and weights may be zero just there.
   constexpr float kTolerance = 1.0f / (1 << 20);
+  constexpr float kFewBits = 1 << 15;
   const int64_t count = weights.tiles_k() * tile_k(weights.bits);
   alignas(64) float values[kRunInputs];
   bool good = true;
@@ -720,12 +759,14 @@ bool plane_exponents(const Weights& weights, Rows x, int64_t row, int16_t* expon
     if (largest * as_float(static_cast<uint32_t>(exponent + 127) << 23) > kLargest) --exponent;
     const float factor = as_float(static_cast<uint32_t>(exponent + 127) << 23);
     F error = Ops::set1(0.0f), size = Ops::set1(0.0f);
+    int64_t coarse = 0;
     for (int64_t i = 0; i < end - begin; i += kLanes) {
       const F v = Ops::mul(Ops::load(values + i), Ops::set1(factor));
       error = Ops::add(error, Ops::abs(Ops::sub(v, Ops::to_float(Ops::nearest(v)))));
       size = Ops::add(size, Ops::abs(v));
+      coarse += Ops::count_nonzero_below(Ops::load(values + i), Ops::set1(factor), kFewBits);
     }
-    good = good && Ops::sum(error) <= kTolerance * Ops::sum(size);
+    good = good && Ops::sum(error) <= kTolerance * Ops::sum(size) && 8 * coarse <= end - begin;
     *exponents++ = static_cast<int16_t>(exponent);
   }
   return good;
@@ -788,7 +829,8 @@ void pack_planes(const PackedX& packed, const Weights& weights, Rows x, int64_t 
 
 void pack_block(const PackedX& packed, const Weights& weights, Rows x, int64_t block) {
 #if defined(WONLY_PLANES)
-  if (packed.form == Form::kPlanes) return (weights.bits == 4 ? pack_planes<4> : pack_planes<8>)(packed, weights, x, block);
+  if (packed.form == Form::kPlanes)
+    return (weights.bits == 4 ? pack_planes<4> : pack_planes<8>)(packed, weights, x, block);
 #endif
   constexpr int64_t kPiece = 64;
   const int64_t first = packed.block_begin(block);
@@ -926,7 +968,7 @@ void pack_tile(const uint32_t (*codes)[kTileN], uint32_t* out) {
   for (int j = 0; j < 8; ++j) {
     uint32_t words[kTileN] = {};
     for (int i = 0; i < C::kPerWord; ++i) {
-      const uint32_t(&row)[kTileN] = codes[C::base(j) + C::offset(i)];
+      const uint32_t (&row)[kTileN] = codes[C::base(j) + C::offset(i)];
       for (int n = 0; n < kTileN; ++n) words[n] |= row[n] << (kBits * i);
     }
     for (int n = 0; n < kTileN; ++n) out[n / kAtomN * kAtomWords + n % 8 * 16 + j * 2 + n % kAtomN / 8] = words[n];
@@ -947,7 +989,8 @@ void quantize(const QuantizeTask& task) {
   int64_t group_end = 0;
   for (int64_t k = 0; k < tiles * tile_height; ++k) {
     if (k == group_end && k < task.k) {
-      // Integer zeros: the range includes zero, so that zero has an exact code. Symmetric: absmax of the same two bounds.
+      // Integer zeros: the range includes zero, so that zero has an exact code. Symmetric: absmax of the same two
+      // bounds.
       const bool with_zero = task.mode == QuantizeMode::kSymmetric || task.mode == QuantizeMode::kIntegerZeros;
       float low[kTileN], high[kTileN];
       for (int i = 0; i < kTileN; ++i) {
@@ -967,7 +1010,7 @@ void quantize(const QuantizeTask& task) {
       if (task.shift != nullptr) store_row(p.shift, count, task.shift, task.shift_type, at);
       group_end = k + group_size;
     }
-    uint32_t(&code_row)[kTileN] = codes[k % tile_height];
+    uint32_t (&code_row)[kTileN] = codes[k % tile_height];
     if (k < task.k) {
       load_row(task.w.data, task.w.type, k * task.n + n0, count, row);
       encode_row(task, p, row, code_row);

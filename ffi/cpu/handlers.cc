@@ -14,7 +14,9 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-ffi::Error invalid(const std::string& message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "wonly: " + message); }
+ffi::Error invalid(const std::string& message) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "wonly: " + message);
+}
 
 std::string shape_text(ffi::AnyBuffer::Dimensions dims) {
   std::ostringstream text;
@@ -35,16 +37,23 @@ struct Operand {
 
 ffi::Error check_type(const char* name, ffi::DataType type, bool integers, DType& out) {
   switch (type) {
-    case ffi::DataType::F16: out = DType::kF16; return ffi::Error::Success();
-    case ffi::DataType::BF16: out = DType::kBF16; return ffi::Error::Success();
-    case ffi::DataType::F32: out = DType::kF32; return ffi::Error::Success();
+    case ffi::DataType::F16:
+      out = DType::kF16;
+      return ffi::Error::Success();
+    case ffi::DataType::BF16:
+      out = DType::kBF16;
+      return ffi::Error::Success();
+    case ffi::DataType::F32:
+      out = DType::kF32;
+      return ffi::Error::Success();
     case ffi::DataType::U8:
       if (integers) {
         out = DType::kU8;
         return ffi::Error::Success();
       }
       break;
-    default: break;
+    default:
+      break;
   }
   std::ostringstream text;
   text << name << " has element type " << type << "; accepted: f16, bf16, f32" << (integers ? ", u8" : "");
@@ -52,7 +61,8 @@ ffi::Error check_type(const char* name, ffi::DataType type, bool integers, DType
 }
 
 // shape: the expected sizes after the leading one, which is 1 or `batch`.
-ffi::Error check_shape(const char* name, ffi::AnyBuffer::Dimensions dims, int64_t batch, std::initializer_list<int64_t> shape) {
+ffi::Error check_shape(const char* name, ffi::AnyBuffer::Dimensions dims, int64_t batch,
+                       std::initializer_list<int64_t> shape) {
   bool good = dims.size() == shape.size() + 1 && (dims[0] == 1 || dims[0] == batch);
   size_t i = 1;
   for (const int64_t size : shape) {
@@ -68,8 +78,8 @@ ffi::Error check_shape(const char* name, ffi::AnyBuffer::Dimensions dims, int64_
   return invalid(text.str());
 }
 
-ffi::Error check_float_operand(const char* name, ffi::AnyBuffer buffer, int64_t batch, std::initializer_list<int64_t> shape,
-                               bool integers, Operand& out) {
+ffi::Error check_float_operand(const char* name, ffi::AnyBuffer buffer, int64_t batch,
+                               std::initializer_list<int64_t> shape, bool integers, Operand& out) {
   if (ffi::Error e = check_type(name, buffer.element_type(), integers, out.type); e.failure()) return e;
   if (ffi::Error e = check_shape(name, buffer.dimensions(), batch, shape); e.failure()) return e;
   out.data = static_cast<const char*>(buffer.untyped_data());
@@ -101,7 +111,8 @@ ffi::Error check_bits(int64_t bits) {
 ffi::Error check_weights(ffi::AnyBuffer qw, ffi::AnyBuffer scales, const ffi::RemainingArgs& rest, int64_t bits,
                          int64_t shift_mode, int64_t batch, int64_t k, int64_t n, WeightOperands& out) {
   if (ffi::Error e = check_bits(bits); e.failure()) return e;
-  if (shift_mode < 0 || shift_mode > 2) return invalid("shift_mode = " + std::to_string(shift_mode) + "; accepted: 0, 1, 2");
+  if (shift_mode < 0 || shift_mode > 2)
+    return invalid("shift_mode = " + std::to_string(shift_mode) + "; accepted: 0, 1, 2");
   out.bits = static_cast<int>(bits);
   out.shift_mode = static_cast<ShiftMode>(shift_mode);
   out.k = k;
@@ -115,12 +126,15 @@ ffi::Error check_weights(ffi::AnyBuffer qw, ffi::AnyBuffer scales, const ffi::Re
   if (ffi::Error e = check_shape("qw", qw.dimensions(), batch, {tiles_n, tiles_k, kTileWords}); e.failure()) return e;
   out.qw = static_cast<const uint32_t*>(qw.untyped_data());
   out.qw_stride = qw.dimensions()[0] == 1 ? 0 : tiles_n * tiles_k * kTileWords;
-  if (scales.dimensions().size() != 3) return invalid("scales has shape " + shape_text(scales.dimensions()) + "; accepted: rank 3");
+  if (scales.dimensions().size() != 3)
+    return invalid("scales has shape " + shape_text(scales.dimensions()) + "; accepted: rank 3");
   out.groups = scales.dimensions()[1];
   if (out.groups < 1 || k % out.groups != 0) {
-    return invalid("scales has " + std::to_string(out.groups) + " groups, which do not divide K = " + std::to_string(k));
+    return invalid("scales has " + std::to_string(out.groups) +
+                   " groups, which do not divide K = " + std::to_string(k));
   }
-  if (ffi::Error e = check_float_operand("scales", scales, batch, {out.groups, n}, false, out.scales); e.failure()) return e;
+  if (ffi::Error e = check_float_operand("scales", scales, batch, {out.groups, n}, false, out.scales); e.failure())
+    return e;
   if (out.shift_mode == ShiftMode::kNone) return ffi::Error::Success();
   const char* name = out.shift_mode == ShiftMode::kZeros ? "zeros" : "offsets";
   ffi::ErrorOr<ffi::AnyBuffer> shift = rest.get<ffi::AnyBuffer>(0);
@@ -130,10 +144,13 @@ ffi::Error check_weights(ffi::AnyBuffer qw, ffi::AnyBuffer scales, const ffi::Re
 
 ffi::Error check_operand_count(const ffi::RemainingArgs& rest, size_t expected) {
   if (rest.size() == expected) return ffi::Error::Success();
-  return invalid(std::to_string(rest.size()) + " optional operands; the attributes call for " + std::to_string(expected));
+  return invalid(std::to_string(rest.size()) + " optional operands; the attributes call for " +
+                 std::to_string(expected));
 }
 
-ffi::Error out_of_memory() { return ffi::Error(ffi::ErrorCode::kResourceExhausted, "wonly: out of memory for scratch"); }
+ffi::Error out_of_memory() {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "wonly: out of memory for scratch");
+}
 
 // Integer zeros above 15 are legal for four-bit codes but outside the look-up table of the bfloat16 pairs.
 bool small_zeros(const WeightOperands& weights, int64_t batches) {
@@ -176,7 +193,8 @@ struct MatmulCall {
         return Form::kBF16Pairs;
       }
     }
-    const bool long_runs = first.groups == 1 || (first.group_size() % tile_k(first.bits) == 0 && first.group_size() >= 64);
+    const bool long_runs =
+        first.groups == 1 || (first.group_size() % tile_k(first.bits) == 0 && first.group_size() >= 64);
     return engine.plane_rows > 0 && long_runs ? Form::kPlanes : Form::kF32;
   }
 
@@ -187,7 +205,6 @@ struct MatmulCall {
     packed.row_index = row_index;
     packed.rows = packed.rows_padded = count;
     packed.k_padded = ceil_div(weights.k, 64) * 64;
-    int64_t task_rows = 512;  // so that the sums of a task stay in the second-level cache
     if (form == Form::kPlanes) {
       packed.blocks = ceil_div(count, engine.plane_rows);
       part.kernel = engine.matmul_planes;
@@ -199,7 +216,9 @@ struct MatmulCall {
       packed.blocks = ceil_div(count, engine.panel_rows);
       part.kernel = engine.matmul_panel;
     }
-    part.row_tasks = std::min(packed.blocks, ceil_div(count, task_rows));
+    // 256 rows by one tile: the sums stay in the second-level cache beside the panel. (Two or four tiles, to read x
+    // less often, were slower.)
+    part.row_tasks = std::min(packed.blocks, ceil_div(count, 256));
     return part;
   }
 
@@ -207,7 +226,8 @@ struct MatmulCall {
     const Weights first = weights.at(0);
     const int64_t x_batches = x.stride == 0 ? 1 : batch;
     const Form wanted = form();
-    const bool small = batch * rows * first.tiles_n() * kTileN * weights.k < (int64_t{1} << 19);  // over before a thread wakes
+    const bool small =
+        batch * rows * first.tiles_n() * kTileN * weights.k < (int64_t{1} << 19);  // over before a thread wakes
     const auto share = [&](bool alone, int64_t count, const std::function<void(int64_t)>& body) {
       if (!alone && count > 1) return parallel_for(pool, count, body);
       for (int64_t i = 0; i < count; ++i) body(i);
@@ -314,8 +334,9 @@ struct MatmulCall {
   }
 };
 
-ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t shift_mode, int64_t has_bias, int64_t activation) {
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t shift_mode,
+                  int64_t has_bias, int64_t activation) {
   std::string message;
   const Engine* engine = active_engine(message);
   if (engine == nullptr) return invalid(message);
@@ -337,7 +358,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi
     if (!buffer.has_value()) return invalid("bias operand is missing");
     if (ffi::Error e = check_float_operand("bias", *buffer, batch, {n}, false, bias); e.failure()) return e;
   }
-  if (activation < 0 || activation > 4) return invalid("activation = " + std::to_string(activation) + "; accepted: 0 to 4");
+  if (activation < 0 || activation > 4)
+    return invalid("activation = " + std::to_string(activation) + "; accepted: 0 to 4");
   if (batch == 0 || rows == 0 || n == 0) return ffi::Error::Success();
 
   MatmulCall call{pool, *engine, weights, x_operand, bias, batch, rows, static_cast<Activation>(activation)};
@@ -350,8 +372,9 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi
   }
 }
 
-ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> qw, ffi::Result<ffi::AnyBuffer> scales,
-                    ffi::RemainingRets rest, int64_t bits, int64_t group_size, int64_t quantize_mode) {
+ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> qw,
+                    ffi::Result<ffi::AnyBuffer> scales, ffi::RemainingRets rest, int64_t bits, int64_t group_size,
+                    int64_t quantize_mode) {
   std::string message;
   const Engine* engine = active_engine(message);
   if (engine == nullptr) return invalid(message);
@@ -375,7 +398,8 @@ ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::Result<ffi::Any
   const int64_t tiles_n = ceil_div(n, kTileN), tiles_k = ceil_div(k, tile_k(static_cast<int>(bits)));
   if (ffi::Error e = check_shape("qw", qw->dimensions(), batch, {tiles_n, tiles_k, kTileWords}); e.failure()) return e;
   Operand scale_result, shift_result;
-  if (ffi::Error e = check_float_operand("scales", *scales, batch, {groups, n}, false, scale_result); e.failure()) return e;
+  if (ffi::Error e = check_float_operand("scales", *scales, batch, {groups, n}, false, scale_result); e.failure())
+    return e;
   const size_t shifts = mode == QuantizeMode::kSymmetric ? 0 : 1;
   if (rest.size() != shifts) {
     return invalid(std::to_string(2 + rest.size()) + " results; quantize_mode calls for " + std::to_string(2 + shifts));
@@ -385,7 +409,8 @@ ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::Result<ffi::Any
     ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> shift = rest.get<ffi::AnyBuffer>(0);
     if (!shift.has_value()) return invalid("the shift result is missing");
     const bool integers = mode == QuantizeMode::kIntegerZeros;
-    if (ffi::Error e = check_float_operand("shift", **shift, batch, {groups, n}, true, shift_result); e.failure()) return e;
+    if (ffi::Error e = check_float_operand("shift", **shift, batch, {groups, n}, true, shift_result); e.failure())
+      return e;
     if (integers ? shift_result.type != DType::kU8 : shift_result.type != scale_result.type) {
       return invalid(integers ? "integer zeros are not u8" : "the shift result has another element type than scales");
     }

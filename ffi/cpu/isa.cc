@@ -40,8 +40,8 @@ const Engine* find(const std::string& name, const std::string& source, std::stri
     if (candidate.supported) return candidate.engine;
     known = true;
   }
-  error = source + " = '" + name + "' is " + (known ? "not supported by this CPU" : "not an instruction set of this build") +
-          "; accepted here:";
+  error = source + " = '" + name + "' is " +
+          (known ? "not supported by this CPU" : "not an instruction set of this build") + "; accepted here:";
   for (const std::string& isa : supported_isas()) error += " " + isa;
   return nullptr;
 }
@@ -64,7 +64,8 @@ const Engine* active_engine(std::string& error) {
     std::string error;
     Choice() {
       const char* name = std::getenv("JAX_WONLY_CPU_ISA");
-      engine = find(name != nullptr && *name != '\0' ? std::string(name) : supported_isas().front(), "JAX_WONLY_CPU_ISA", error);
+      engine = find(name != nullptr && *name != '\0' ? std::string(name) : supported_isas().front(),
+                    "JAX_WONLY_CPU_ISA", error);
     }
   };
   static const Choice choice;  // the environment is read once

@@ -1,8 +1,8 @@
 // Conversions between float32 and the 16-bit types, over short rows, as branch-free loops that compilers vectorise.
 //
-// Included by files compiled for different instruction sets, hence the anonymous namespace: a shared inline function could
-// be linked from the widest of them and run on a machine without it. Nothing here has denormal float32 operands, because XLA
-// runs handlers with denormals flushed to zero and float16 denormals must survive.
+// Included by files compiled for different instruction sets, hence the anonymous namespace: a shared inline function
+// could be linked from the widest of them and run on a machine without it. Nothing here has denormal float32 operands,
+// because XLA runs handlers with denormals flushed to zero and float16 denormals must survive.
 #pragma once
 
 #include <cstdint>

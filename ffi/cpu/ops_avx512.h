@@ -67,8 +67,8 @@ struct Ops {
   template <bool kBiased>
   struct Decoder<4, kBiased> {
     static constexpr float b = kBiased ? 8.0f : 0.0f;
-    F table = _mm512_setr_ps(0 - b, 1 - b, 2 - b, 3 - b, 4 - b, 5 - b, 6 - b, 7 - b, 8 - b, 9 - b, 10 - b, 11 - b, 12 - b,
-                             13 - b, 14 - b, 15 - b);
+    F table = _mm512_setr_ps(0 - b, 1 - b, 2 - b, 3 - b, 4 - b, 5 - b, 6 - b, 7 - b, 8 - b, 9 - b, 10 - b, 11 - b,
+                             12 - b, 13 - b, 14 - b, 15 - b);
     template <int i>
     F get(I words) const {
       return _mm512_permutexvar_ps(i == 0 ? words : _mm512_srli_epi32(words, 4 * i), table);
@@ -95,6 +95,11 @@ struct Ops {
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static float largest(F v) { return _mm512_reduce_max_ps(v); }
   static float sum(F v) { return _mm512_reduce_add_ps(v); }
+  // Lanes where x is not zero and scaled by `factor` stays below `bound`.
+  static int count_nonzero_below(F x, F factor, float bound) {
+    const __mmask16 below = _mm512_cmp_ps_mask(abs(mul(x, factor)), set1(bound), _CMP_LT_OQ);
+    return __builtin_popcount(_mm512_mask_cmp_ps_mask(below, x, set1(0.0f), _CMP_NEQ_OQ));
+  }
   static I nearest(F v) { return _mm512_cvtps_epi32(v); }
   static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
   // -zeros * v of integers.
@@ -139,7 +144,8 @@ struct Ops {
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(x)));
   }
 
-  // Pairs of code - zero as bfloat16. Pair i of a word: its codes 8i and 8i + 1 inputs on, in the two halves of the lane.
+  // Pairs of code - zero as bfloat16. Pair i of a word: its codes 8i and 8i + 1 inputs on, in the two halves of the
+  // lane.
   template <int kBits, bool kBiased>
   struct PairDecoder;
 
@@ -178,8 +184,8 @@ struct Ops {
     void set_zeros(F z) { zeros = z; }
     template <int i>
     I get(I words) const {
-      // The even code is byte i and the odd one byte i + 2; differences of bytes have at most eight significant bits, so
-      // the upper half of the float32 is the bfloat16.
+      // The even code is byte i and the odd one byte i + 2; differences of bytes have at most eight significant bits,
+      // so the upper half of the float32 is the bfloat16.
       const I even = _mm512_and_si512(i == 0 ? words : _mm512_srli_epi32(words, 8 * i), _mm512_set1_epi32(255));
       const I odd = i == 0 ? _mm512_and_si512(_mm512_srli_epi32(words, 16), _mm512_set1_epi32(255))
                            : _mm512_srli_epi32(words, 24);

@@ -19,9 +19,9 @@ namespace wonly::cpu {
 
 // Calls body(i) for 0 <= i < count, in any order and on several threads. False if a call ran out of memory.
 //
-// A handler may itself run on a worker of the pool, and scheduled tasks may start late or never while it runs. So items are
-// claimed from a counter; the caller claims too until none is left, and then waits only for items that a running task has
-// claimed. A task that starts after that finds no item and touches nothing but the shared counter.
+// A handler may itself run on a worker of the pool, and scheduled tasks may start late or never while it runs. So items
+// are claimed from a counter; the caller claims too until none is left, and then waits only for items that a running
+// task has claimed. A task that starts after that finds no item and touches nothing but the shared counter.
 inline bool parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const std::function<void(int64_t)>& body) {
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
@@ -50,7 +50,8 @@ inline bool parallel_for(xla::ffi::ThreadPool& pool, int64_t count, const std::f
   for (int spins = 0; shared->done.load(std::memory_order_acquire) < count; ++spins) {
     if (spins > 4096) std::this_thread::yield();
 #if defined(__x86_64__)
-    else _mm_pause();
+    else
+      _mm_pause();
 #endif
   }
   return !shared->failed.load(std::memory_order_relaxed);
