@@ -68,6 +68,20 @@ struct Shape {
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
 };
 
+// A slot of the ring and how often, modulo 2, the walk has been around.
+template <int kStages>
+struct RingPosition {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  __device__ void advance() {
+    if (++slot == kStages) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
 struct Params {
   MatmulArgs args;
   int cluster;
@@ -180,33 +194,39 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
   if (warp >= S::kWarpgroups * 4) {
     ptx::lower_registers<S::kProducerRegisters>();
-    if (threadIdx.x == S::kWarpgroups * 128) {
-      ptx::prefetch_tensor_map(&x_map);
-      const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
-      const uint32_t* words = args.qw + batch * args.qw_batch_stride + n0 / kTileN * k_tiles * kTileWords;
-      const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
-      const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - n0));
-      const int scale_row_bytes = outputs * scale_size;
-      const int zero_row_bytes = has_zeros ? outputs : 0;
-      for (int index = 0; index < stage_count; ++index) {
+    // Warp w of the producer brings the weights of row tile w; the first also activations, the second scales and zeros. All lanes walk
+    // along, so that addresses stay in uniform registers, and one of them issues.
+    const int producer = __shfl_sync(0xffffffffu, warp, 0) - S::kWarpgroups * 4;
+    const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
+    const uint32_t* words = args.qw + batch * args.qw_batch_stride + (n0 / kTileN + producer) * k_tiles * kTileWords;
+    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
+    const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - n0));
+    const int scale_row_bytes = outputs * scale_size;
+    const int zero_row_bytes = has_zeros ? outputs : 0;
+    RingPosition<S::kStages> at;
+    if (producer < 2 || producer < row_tiles) {
+      for (int index = 0; index < stage_count; ++index, at.advance()) {
         const int stage = stage_at(index);
-        const int slot = index % S::kStages;
-        if (index >= S::kStages) ptx::barrier_wait(empty + slot, (index / S::kStages - 1) & 1);
-        uint8_t* to = ring + slot * S::kStageBytes;
+        if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
+        if (!ptx::elect_one()) continue;
+        uint8_t* to = ring + at.slot * S::kStageBytes;
+        uint64_t* done = full + at.slot;
         const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
         const int groups = grouped ? min(S::kFlushes, blocks - stage * (kStageK / 32)) : 0;
-        ptx::barrier_expect(full + slot, S::kXBytes + row_tiles * tile_bytes + groups * (scale_row_bytes + zero_row_bytes));
-        for (int row = 0; row < row_tiles; ++row) {
-          ptx::bulk_copy(to + S::kWeightsAt + row * S::kTiles * kTileBytes,
-                         words + (static_cast<int64_t>(row) * k_tiles + stage * S::kTiles) * kTileWords, tile_bytes, full + slot);
+        if (producer == 0) ptx::barrier_expect(done, S::kXBytes + row_tiles * tile_bytes + groups * (scale_row_bytes + zero_row_bytes));
+        if (producer < row_tiles) {
+          ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes, words + static_cast<int64_t>(stage) * S::kTiles * kTileWords,
+                         tile_bytes, done);
         }
-        for (int i = 0; i < groups; ++i) {
-          const int64_t at = ((stage * (kStageK / 32) + i) >> params.log2_group_blocks) * args.n + n0;
-          ptx::bulk_copy(to + S::kScalesAt + i * S::kRows * 4, scales + at * scale_size, scale_row_bytes, full + slot);
-          if (has_zeros) ptx::bulk_copy(to + S::kZerosAt + i * S::kRows, zeros + at, zero_row_bytes, full + slot);
-        }
-        for (int half = 0; half < 2; ++half) {
-          ptx::tensor_copy_3d(to + half * S::kHalfBytes, &x_map, stage * kStageK + half * 64, m0, x_batch, full + slot);
+        if (producer == 0) {
+          ptx::tensor_copy_3d(to, &x_map, stage * kStageK, m0, x_batch, done);
+          ptx::tensor_copy_3d(to + S::kHalfBytes, &x_map, stage * kStageK + 64, m0, x_batch, done);
+        } else if (producer == 1) {
+          for (int i = 0; i < groups; ++i) {
+            const int64_t first = ((stage * (kStageK / 32) + i) >> params.log2_group_blocks) * args.n + n0;
+            ptx::bulk_copy(to + S::kScalesAt + i * S::kRows * 4, scales + first * scale_size, scale_row_bytes, done);
+            if (has_zeros) ptx::bulk_copy(to + S::kZerosAt + i * S::kRows, zeros + first, zero_row_bytes, done);
+          }
         }
       }
     }
@@ -221,17 +241,18 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const bool bf16_scales = args.scale_dtype == DType::kBF16;
     float scale[2];
     uint32_t zero[2] = {C::minus_zero(static_cast<float>(bias_of(S::kBits))), C::minus_zero(static_cast<float>(bias_of(S::kBits)))};
-    const auto set_group = [&](const uint8_t* scale_row, const uint8_t* zero_row) {
+    const auto set_scales = [&](const uint8_t* at) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t bits = wide_scales ? reinterpret_cast<const uint32_t*>(scale_row)[8 * i] : reinterpret_cast<const uint16_t*>(scale_row)[8 * i];
+        const uint32_t bits = wide_scales ? reinterpret_cast<const uint32_t*>(at)[8 * i] : reinterpret_cast<const uint16_t*>(at)[8 * i];
         const float narrow = bf16_scales ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
         scale[i] = (wide_scales ? __uint_as_float(bits) : narrow) * C::kUnscale;
       }
-      if (has_zeros) {
+    };
+    const auto set_zeros = [&](const uint8_t* at) {
+      if (!has_zeros) return;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(zero_row[8 * i]));
-      }
+      for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(at[8 * i]));
     };
     if (!grouped) {
 #pragma unroll
@@ -243,46 +264,92 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
 
     float acc[S::kTokens / 2] = {};
-    for (int index = 0; index < stage_count; ++index) {
-      const int slot = index % S::kStages;
-      const uint8_t* data = ring + slot * S::kStageBytes;
-      const uint64_t x = ptx::wgmma_descriptor(data);
-      const uint4* words = reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + warp % 4 * 32 + lane;
-      ptx::barrier_wait(full + slot, (index / S::kStages) & 1);
+    constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;  // steps of 16 inputs that one 16-byte vector of words holds
+    RingPosition<S::kStages> at;
+    const auto stage_data = [&]() { return ring + at.slot * S::kStageBytes; };
+    const auto wait_full = [&]() { ptx::barrier_wait(full + at.slot, at.phase); };
+    const auto release = [&](int slot) {
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(empty + slot);
+    };
+    const auto convert_steps = [&](const uint8_t* data, int step, uint32_t(*to)[4]) {
+      const uint8_t* words = data + S::kWeightsAt + (warpgroup * S::kTiles + step / kVectorSteps) * kTileBytes;
+      convert<X, S::kBits>(reinterpret_cast<const uint4*>(words)[warp % 4 * 32 + lane], zero[0], zero[1], to);
+    };
+    float part[S::kTokens / 2];
+    const auto multiply = [&](uint64_t x, int step, const uint32_t (&a)[4], bool accumulate) {
+      const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
+      if constexpr (C::kBf16) {
+        ptx::Wgmma<S::kTokens>::bf16(part, a, operand_x, accumulate);
+      } else {
+        ptx::Wgmma<S::kTokens>::f16(part, a, operand_x, accumulate);
+      }
+    };
+
+    if constexpr (S::kFlushes == 1) {
+      // A unit is half a stage: the codes of the next one are converted while the tensor cores work on this one.
+      constexpr int kUnit = kStageSteps / 2;
+      uint32_t first[kUnit][4], second[kUnit][4];
+      const auto convert_unit = [&](const uint8_t* data, int unit, uint32_t (&to)[kUnit][4]) {
 #pragma unroll
-      for (int flush = 0; flush < S::kFlushes; ++flush) {
-        if (S::kFlushes > 1 && stage_at(index) * (kStageK / 32) + flush >= blocks) break;  // no scales were copied for it
-        constexpr int kSteps = kStageSteps / S::kFlushes;         // of 16 inputs, of one flush
-        constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;       // that one vector of words holds
-        if (grouped) {
-          set_group(data + S::kScalesAt + flush * S::kRows * 4 + row * scale_size, data + S::kZerosAt + flush * S::kRows + row);
-        }
-        float part[S::kTokens / 2];
-        uint32_t a[kSteps > kVectorSteps ? kSteps : kVectorSteps][4];
+        for (int step = 0; step < kUnit; step += kVectorSteps) convert_steps(data, unit * kUnit + step, to + step);
+      };
+      const auto multiply_unit = [&](uint64_t x, int unit, const uint32_t (&a)[kUnit][4]) {
+        ptx::wgmma_fence();
 #pragma unroll
-        for (int first = 0; first < kSteps; first += kVectorSteps) {
-          const int step = flush * kSteps + first;
-          convert<X, S::kBits>(words[step / kVectorSteps * (kTileBytes / 16)], zero[0], zero[1], a + first);
-          ptx::wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < kVectorSteps && first + i < kSteps; ++i) {
-            const int at = step + i;
-            const uint64_t operand_x = x + ((at / 4 * S::kHalfBytes + at % 4 * 32) >> 4);
-            const uint32_t (&operand)[4] = a[kSteps < kVectorSteps ? at % kVectorSteps : first + i];
-            if constexpr (C::kBf16) {
-              ptx::Wgmma<S::kTokens>::bf16(part, operand, operand_x, first + i > 0);
-            } else {
-              ptx::Wgmma<S::kTokens>::f16(part, operand, operand_x, first + i > 0);
-            }
-          }
-          ptx::wgmma_commit();
+        for (int step = 0; step < kUnit; ++step) multiply(x, unit * kUnit + step, a[step], unit + step > 0);
+        ptx::wgmma_commit();
+      };
+      const uint8_t* data = stage_data();
+      if (stage_count > 0) {
+        wait_full();
+        if (grouped) set_zeros(data + S::kZerosAt + row);
+        convert_unit(data, 0, first);
+      }
+      for (int index = 0; index < stage_count; ++index) {
+        const uint64_t x = ptx::wgmma_descriptor(data);
+        const int slot = at.slot;
+        multiply_unit(x, 0, first);
+        convert_unit(data, 1, second);
+        multiply_unit(x, 1, second);
+        if (grouped) set_scales(data + S::kScalesAt + row * scale_size);
+        ptx::wgmma_wait<1>();
+        at.advance();
+        data = stage_data();
+        if (index + 1 < stage_count) {
+          wait_full();
+          if (grouped) set_zeros(data + S::kZerosAt + row);
+          convert_unit(data, 0, first);
         }
         ptx::wgmma_wait<0>();
+        release(slot);
 #pragma unroll
         for (int i = 0; i < S::kTokens / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
       }
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(empty + slot);
+    } else {
+      for (int index = 0; index < stage_count; ++index, at.advance()) {
+        const uint8_t* data = stage_data();
+        const uint64_t x = ptx::wgmma_descriptor(data);
+        wait_full();
+#pragma unroll
+        for (int flush = 0; flush < S::kFlushes; ++flush) {
+          if (stage_at(index) * (kStageK / 32) + flush >= blocks) break;  // no scales were copied for it
+          constexpr int kSteps = kStageSteps / S::kFlushes;
+          set_scales(data + S::kScalesAt + flush * S::kRows * 4 + row * scale_size);
+          set_zeros(data + S::kZerosAt + flush * S::kRows + row);
+          uint32_t a[kVectorSteps][4];
+          const int step = flush * kSteps;
+          convert_steps(data, step, a);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) multiply(x, step + i, a[(step + i) % kVectorSteps], i > 0);
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<0>();
+#pragma unroll
+          for (int i = 0; i < S::kTokens / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
+        }
+        release(at.slot);
+      }
     }
 
     // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place.

@@ -34,6 +34,13 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) 
       : "memory");
 }
 
+// One lane of a converged warp; the compiler knows that the others hold the same values.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}\n" : "=r"(elected));
+  return elected != 0;
+}
+
 // A contiguous run of bytes (a multiple of 16) global -> shared: one instruction of one thread keeps kilobytes in flight.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(shared_address(shared)),
