@@ -2,11 +2,12 @@
 
     python benchmarks/cpu.py [--quick] [--rows 1 4 16 64 512] [--isa avx2] [--output FILE]
 
-Both run inside ``jax.jit`` in one process, in turns, with weights as arguments. A sample counts when no other task wanted
-a core before or after it; a row with fewer than nine such samples is marked inconclusive and uses all samples: read the
-ratio of core time (all threads together) there. "hot" repeats one weight, "cold" rotates over copies that no cache holds.
-Beside every time stands the largest error against float64, in units of the natural size sqrt(sum (x w)^2) of a result, for
-our product and for XLA's dense one of the dequantized weights.
+Both run inside ``jax.jit`` in one process, in turns, with weights as arguments. A sample counts when no other
+task wanted a core before or after it; a row with fewer than nine such samples is marked inconclusive and uses
+all samples: read the ratio of core time (all threads together) there. "hot" repeats one weight, "cold"
+rotates over copies that no cache holds. Beside every time stands the largest error against float64, in units
+of the natural size sqrt(sum (x w)^2) of a result, for our product and for XLA's dense one of the dequantized
+weights.
 """
 
 import argparse
@@ -177,8 +178,8 @@ def main() -> None:
                     }  # fmt: skip
                     rows.append(row)
                     print(
-                        f"int{bits} {dtype:8} M={m:<4} {caches:4} {ours:8.3f} ms  XLA {xla:8.3f} ms  {xla / ours:6.2f}x  "
-                        f"best {best:.3f} / {xla_best:.3f}  core time {xla_cpu / cpu:.2f}x  "
+                        f"int{bits} {dtype:8} M={m:<4} {caches:4} {ours:8.3f} ms  XLA {xla:8.3f} ms  "
+                        f"{xla / ours:6.2f}x  best {best:.3f} / {xla_best:.3f}  core time {xla_cpu / cpu:.2f}x  "
                         f"error {errors[0]:.1e} (XLA {errors[1]:.1e})"
                         f"{'' if conclusive else '  inconclusive: machine not quiet'}",
                         flush=True,

@@ -126,7 +126,7 @@ def activate(v, activation):
     return v
 
 
-# M, K, N, group size: every path (few and many rows, whole and half tiles, groups that end inside words, several panels).
+# M, K, N, group size: every path (few and many rows, whole and half tiles, groups that end inside words, panels).
 SHAPES = [
     (1, 128, 64, 64),
     (2, 101, 70, 101),

@@ -379,7 +379,9 @@ void decode_f32(const Weights& weights, const uint32_t* tiles, int64_t k_begin, 
   for (int64_t tile = k_begin / C::kTile; tile * C::kTile < k_end; ++tile) {
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
       I words[8];
-      Ops::load_atom(tiles + tile * kTileWords + atom * kAtomWords, words);
+      const uint32_t* words_in = tiles + tile * kTileWords + atom * kAtomWords;
+      Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
+      Ops::load_atom(words_in, words);
       for (int j = 0; j < 8; ++j) {
         const int64_t k = tile * C::kTile + C::base(j) - k_begin;
         if (k < 0 || k_begin + k >= ceil_div(k_end, 32) * 32) continue;  // the tile's other half
@@ -409,7 +411,9 @@ void decode_pairs(const Weights& weights, const uint32_t* tiles, int64_t k_begin
     decoder.set(scratch.scales + at + atom * kLanes, scratch.shifts + at + atom * kLanes);
     for (int64_t tile = k_begin / C::kTile; tile * C::kTile < k_end; ++tile) {
       I words[8];
-      Ops::load_atom(tiles + tile * kTileWords + atom * kAtomWords, words);
+      const uint32_t* words_in = tiles + tile * kTileWords + atom * kAtomWords;
+      Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
+      Ops::load_atom(words_in, words);
       for (int j = 0; j < 8; ++j) {
         const int64_t k = tile * C::kTile + C::base(j) - k_begin;
         if (k < 0 || k_begin + k >= ceil_div(k_end, 32) * 32) continue;  // the tile's other half
@@ -880,6 +884,7 @@ void dequantize(const DequantizeTask& task) {
 struct Parameters {
   float scale[kTileN];
   float shift[kTileN];
+  int32_t flat[kTileN];  // the range rounds to a scale of zero: one code for the group
 };
 
 float clip(float v, float low, float high) {
@@ -911,6 +916,7 @@ void fit_group(const QuantizeTask& task, const float (&low)[kTileN], const float
     float scale = round_to(task.scale_type, range);
     scale = scale < largest ? scale : largest;
     float shift = 0.0f;
+    p.flat[i] = scale == 0.0f;
     if (task.mode == QuantizeMode::kIntegerZeros) {
       shift = scale == 0.0f ? 0.0f : rint_of(clip(-low[i] / scale, 0.0f, top));
     } else if (task.mode == QuantizeMode::kFloatZeros) {
@@ -937,25 +943,25 @@ void encode_row(const QuantizeTask& task, const Parameters& p, const float (&row
     case QuantizeMode::kSymmetric:
       for (int i = 0; i < kTileN; ++i) {
         const float q = rint_of(clip(row[i] / p.scale[i], -bias, bias - 1.0f)) + bias;
-        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(p.scale[i] == 0.0f ? bias : q));
+        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(p.flat[i] ? bias : q));
       }
       break;
     case QuantizeMode::kIntegerZeros:
       for (int i = 0; i < kTileN; ++i) {
         const float q = rint_of(clip(row[i] / p.scale[i], -p.shift[i], top - p.shift[i])) + p.shift[i];
-        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(p.scale[i] == 0.0f ? p.shift[i] : q));
+        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(p.flat[i] ? p.shift[i] : q));
       }
       break;
     case QuantizeMode::kFloatZeros:
       for (int i = 0; i < kTileN; ++i) {
         const float q = rint_of(clip(row[i] / p.scale[i] + p.shift[i], 0.0f, top));
-        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(p.scale[i] == 0.0f ? 0.0f : q));
+        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(p.flat[i] ? 0.0f : q));
       }
       break;
     case QuantizeMode::kOffsets:
       for (int i = 0; i < kTileN; ++i) {
         const float q = rint_of(clip((row[i] - p.shift[i]) / p.scale[i], 0.0f, top));
-        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(p.scale[i] == 0.0f ? 0.0f : q));
+        codes[i] = static_cast<uint32_t>(static_cast<int32_t>(p.flat[i] ? 0.0f : q));
       }
       break;
   }
