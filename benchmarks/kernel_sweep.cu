@@ -177,10 +177,10 @@ int check() {
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
           for (int tokens : {16, 32, 64, 128})
             for (int warpgroups : {2, 4})
-              for (int cluster : {1, 2, 4, 8})
+              for (int cluster : {1, 2, 3, 4, 8})
                 if (tokens < 128 || warpgroups == 2) {
                   compare("warpgroup", tokens, warpgroups, cluster, 0,
-                          [&] { return warpgroup::launch(args, {tokens, warpgroups, cluster}, nullptr); });
+                          [&] { return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr); });
                 }
         }
   std::printf("%d cases, %d wrong, largest error %.3g of the terms' sum\n", cases, failed, worst);
@@ -272,12 +272,12 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
               }
       for (int tokens : {16, 32, 64, 128})
         for (int warpgroups : {2, 4})
-          for (int cluster : {1, 2, 4, 8}) {
+          for (int cluster : {1, 2, 3, 4, 6}) {
             if (device.architecture != 90 || !warpgroup::supports(calls[0]) || (tokens == 128 && warpgroups == 4)) continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
             const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * cluster;
             if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
-            const warpgroup::Config config{tokens, warpgroups, cluster};
+            const warpgroup::Config config{tokens, warpgroups, cluster, device.multiprocessors};
             report(0, tokens / 8, warpgroups, cluster, 1,
                    graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
           }

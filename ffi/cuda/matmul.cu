@@ -1,16 +1,20 @@
-// Which kernel runs which product.
+// Which kernel runs which product. The numbers are fits to what benchmarks/tune.py measured on an H100; shapes between those follow
+// the same rule.
 #include "cuda/matmul.h"
 
 #include <algorithm>
 
 #include "cuda/device.h"
 #include "cuda/matmul_stream.h"
+#include "cuda/matmul_warpgroup.h"
 #include "layout.h"
 
 namespace wonly {
 namespace {
 
-// The widest strip of outputs per warp that still gives every multiprocessor a CTA (benchmarks/tune.py measures the alternatives).
+constexpr int kStreamTokens = 8;  // up to here streaming is faster than the warpgroup kernel, whose CTAs are slower to start
+
+// The widest strip of outputs per warp that still gives every multiprocessor a CTA.
 stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   stream::Config config{};
   config.token_tiles = args.m <= 8 ? 1 : 2;
@@ -24,9 +28,47 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   }
   const bool one_wave = ctas(config.atoms) * config.cluster <= device.multiprocessors;
   const int64_t stages_of_16_warps = args.k / (16 * 128);
-  config.warps = config.token_tiles == 1 && one_wave && stages_of_16_warps >= 2 ? 16 : 8;
+  config.warps = config.token_tiles == 1 && one_wave && stages_of_16_warps >= 4 ? 16 : 8;
   config.shared_bytes = shared_share(device, one_wave ? 1 : 2);
   return config;
+}
+
+// Microseconds that the warpgroup kernel is expected to take.
+struct WarpgroupCost {
+  int tokens, warpgroups;
+  float stage;         // for 128 inputs, one CTA on a multiprocessor
+  float shared_stage;  // two CTAs on it; 0: they do not fit
+};
+constexpr WarpgroupCost kWarpgroupCosts[] = {
+    {16, 2, 0.43f, 0.75f}, {32, 2, 0.45f, 0.77f}, {64, 2, 0.52f, 0.f}, {128, 2, 0.80f, 0.f},
+    {16, 4, 0.73f, 0.f},   {32, 4, 0.76f, 0.f},   {64, 4, 0.90f, 0.f},
+};
+constexpr float kStart = 3.f, kClusterStart = 1.5f;
+// Of all multiprocessors, those that clusters of 1, 2, 3 and 4 CTAs can use: a cluster lies in one part of the chip.
+constexpr float kClusterShare[] = {1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f};
+
+warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
+  const float stages = static_cast<float>(ceil_div(args.k, 128));
+  warpgroup::Config best{};
+  float least = 0.f;
+  for (const WarpgroupCost& cost : kWarpgroupCosts) {
+    const bool larger_exists = cost.tokens < 128;
+    if (larger_exists && cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
+    const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
+    for (int cluster = 1; cluster <= 4; ++cluster) {
+      const float places = device.multiprocessors * kClusterShare[cluster - 1];
+      const float ctas = static_cast<float>(blocks * cluster);
+      const bool shares = cost.shared_stage > 0.f && ctas > places;
+      const float waves = static_cast<float>(ceil_div(blocks * cluster, static_cast<int64_t>(shares ? 2 * places : places)));
+      const float start = kStart + (cluster > 1 ? kClusterStart : 0.f);
+      const float us = waves * (start + stages / static_cast<float>(cluster) * (shares ? cost.shared_stage : cost.stage));
+      if (least == 0.f || us < least) {
+        least = us;
+        best = {cost.tokens, cost.warpgroups, cluster, device.multiprocessors};
+      }
+    }
+  }
+  return best;
 }
 
 }  // namespace
@@ -35,6 +77,9 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80 && args.x_dtype != DType::kF16) return cudaErrorNotSupported;
+  if (device.architecture == 90 && args.m > kStreamTokens && warpgroup::supports(args)) {
+    return warpgroup::launch(args, warpgroup_config(args, device), stream);
+  }
   stream::Config config = stream_config(args, device);
   // Less shared memory than on the tuned devices: fewer warps, then narrower strips, until two stages fit.
   cudaError_t error = stream::launch(args, config, stream);

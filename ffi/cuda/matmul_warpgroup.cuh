@@ -42,9 +42,9 @@ struct Shape {
   static constexpr int kRows = kWarpgroups * kTileN;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;       // the last warpgroup produces
 
-  // Four warpgroups fill a multiprocessor. Of two, two CTAs share it, so that one streams while the other starts or ends; with 128
-  // tokens the accumulators leave no room for that.
-  static constexpr int kCtas = kWarpgroups == 4 || kTokens > 64 ? 1 : 2;
+  // Four warpgroups fill a multiprocessor. Of two, two CTAs share it, so that one streams while the other starts or ends; from 64
+  // tokens on the accumulators leave no room for that.
+  static constexpr int kCtas = kWarpgroups == 4 || kTokens > 32 ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kWarpgroups == 4 ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
@@ -409,6 +409,10 @@ cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
   shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
+  if (S::kCtas > 1 && shape.grid.x * shape.grid.y <= static_cast<unsigned>(config.multiprocessors)) {
+    // The scheduler would put a cluster's CTAs together on few multiprocessors; too much shared memory for two keeps them apart.
+    shape.shared_bytes = std::max(shape.shared_bytes, kMultiprocessorBytes / 2);
+  }
   return launch_kernel(warpgroup_matmul<S>, shape, stream, p, map);
 }
 

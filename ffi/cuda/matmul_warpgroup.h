@@ -8,7 +8,8 @@ namespace wonly::warpgroup {
 struct Config {
   int tokens;      // of a CTA: 16, 32, 64 or 128
   int warpgroups;  // of 64 outputs each: 2 or 4; 2 with 128 tokens
-  int cluster;     // CTAs along the inputs: 1, 2, 4 or 8
+  int cluster;     // CTAs along the inputs, 1 .. 8
+  int multiprocessors;
 };
 
 // Whether this kernel computes `args`: 16-bit activations, symmetric codes or integer zeros, and rows of

@@ -1,0 +1,194 @@
+"""Times quantized products on a GPU beside the dense product of the same process, into one result file.
+
+    python benchmarks/matmul.py [--suite decode large schemes shapes] [--output FILE] [--append]
+
+Kernel time is CUPTI's: all kernels of a call are summed, and the median over calls is reported. Calls rotate through
+more than four times the L2 of weights, and dense and quantized calls take turns. Everything is random data. ``gbps``
+counts weights, scales, shift, activations and result once.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
+
+import jax_wonly as jw
+from jax_wonly.progress import progress
+
+RESULTS = Path(__file__).parent / "results" / "h100-matmul.json"
+L2_BYTES = 50 << 20
+TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
+OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4000, 4104))
+
+
+def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
+    return {"k": k, "n": n, "m": m, "dtype": dtype, "bits": bits, "group_size": group_size, "mode": mode}
+
+
+SUITES = {
+    "decode": [case(k, n, m) for k, n in TABLE for m in (1, 2, 4, 8, 16, 32, 64)],
+    "large": [case(k, n, m) for k, n in TABLE for m in (128, 256, 512, 1024, 4096)],
+    "schemes": [
+        case(8192, 8192, m, **scheme)
+        for m in (1, 16, 64)
+        for scheme in (
+            {"dtype": "float16"},
+            {"mode": "integer_zeros"},
+            {"mode": "float_zeros"},
+            {"mode": "offsets"},
+            {"group_size": 32},
+            {"group_size": 64},
+            {"group_size": None},
+            {"bits": 8},
+            {"bits": 8, "group_size": None},
+        )
+    ]
+    + [case(k, n, m, bits=8) for k, n in TABLE for m in (1, 16) if (k, n) != (8192, 8192)]
+    + [case(8192, 8192, m, dtype="float32") for m in (1, 8, 16)],
+    "shapes": [case(k, n, m) for k, n in OTHERS for m in (1, 16, 64)]
+    + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)],
+}
+
+
+class Calls:
+    """Calls of one compiled function that take the next set of operands each time."""
+
+    def __init__(self, function, operands):
+        self.operands = operands
+        self.compiled = jax.jit(function).lower(*operands[0]).compile()
+        self.next = 0
+        self.times = []
+        self.kernel = ""
+        self.run(2)
+
+    def run(self, count):
+        for _ in range(count):
+            result = self.compiled(*self.operands[self.next % len(self.operands)])
+            self.next += 1
+        return jax.block_until_ready(result)
+
+    def measure(self, count):
+        cupti = mosaic_gpu_lib._mosaic_gpu_ext
+        cupti._cupti_init()
+        try:
+            self.run(count)
+        finally:
+            timings = cupti._cupti_get_timings(True)
+        kernels = len(timings) // count
+        assert kernels * count == len(timings), "calls differ in their number of kernels"
+        for first in range(0, len(timings), kernels):
+            self.times.append(1e3 * sum(time for _, time in timings[first : first + kernels]))
+        self.kernel = " + ".join(sorted({name.split("<")[0].split("(")[0][-60:] for name, _ in timings[:kernels]}))
+
+    @property
+    def us(self):
+        return statistics.median(self.times)
+
+
+def copies_of(nbytes):
+    return max(2, -(-(4 * L2_BYTES + (10 << 20)) // nbytes))
+
+
+def measure(options, rounds, calls, dense_cache):
+    k, n, m = options["k"], options["n"], options["m"]
+    dtype = jnp.dtype(options["dtype"])
+    keys = iter(jax.random.split(jax.random.key(m), 4096))
+
+    def random(shape, scale=1.0):
+        return (jax.random.normal(next(keys), shape, jnp.float32) * scale).astype(dtype)
+
+    dense_key = (k, n, dtype)
+    if dense_key not in dense_cache:
+        dense_cache.clear()
+        dense_cache[dense_key] = [random((k, n), k**-0.5) for _ in range(copies_of(k * n * dtype.itemsize))]
+    dense_weights = dense_cache[dense_key]
+    scale_dtype = jnp.bfloat16 if dtype == jnp.float32 else dtype
+    quantize = jax.jit(
+        lambda w: jw.quantize(
+            w,
+            bits=options["bits"],
+            group_size=options["group_size"],
+            mode=options["mode"],
+            scale_dtype=scale_dtype,
+        )
+    )
+    first = quantize(dense_weights[0])
+    count = copies_of(first.nbytes)
+    # Copies of the codes rotate; their values are those of the dense weights.
+    quantized = [quantize(dense_weights[i % len(dense_weights)]) for i in range(count)]
+    xs = [random((m, k)) for _ in range(2)]
+    ours = Calls(jw.matmul, [(xs[i % 2], qt) for i, qt in enumerate(quantized)])
+    dense = Calls(jnp.matmul, [(xs[i % 2], w) for i, w in enumerate(dense_weights)])
+    for _ in range(rounds):
+        dense.measure(calls)
+        ours.measure(calls)
+    moved = first.nbytes + (m * k + m * n) * dtype.itemsize
+    return {
+        "op": "matmul",
+        "dtype": dtype.name,
+        "bits": options["bits"],
+        "group_size": options["group_size"] or k,
+        "zeros": options["mode"],
+        "k": k,
+        "n": n,
+        "m": m,
+        "us": round(ours.us, 2),
+        "dense_us": round(dense.us, 2),
+        "ratio": round(dense.us / ours.us, 3),
+        "gbps": round(moved / ours.us * 1e-3, 1),
+        "kernel": ours.kernel,
+    }
+
+
+def command(*words):
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to measure (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=15, help="calls in a turn (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
+    args = parser.parse_args()
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        sys.exit(f"benchmarks/matmul.py needs an NVIDIA GPU; JAX has {device.platform}")
+
+    rows: dict[tuple, dict] = {}
+    identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m")
+    if args.append and args.output.is_file():
+        rows = {tuple(row[i] for i in identity): row for row in json.loads(args.output.read_text())["rows"]}
+    cases = [options for suite in args.suite for options in SUITES[suite]]
+    dense_cache: dict = {}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    for options in progress(cases, label="products"):
+        row = measure(options, args.rounds, args.calls, dense_cache)
+        rows[tuple(row[i] for i in identity)] = row
+        report = {
+            "device": device.device_kind,
+            "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
+            "jax": jax.__version__,
+            "commit": command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+            "rows": list(rows.values()),
+        }
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    for row in rows.values():
+        print(
+            f"{row['k']:6} x {row['n']:6} M {row['m']:5} {row['dtype']:8} int{row['bits']} g{row['group_size']:<5} "
+            f"{row['zeros']:13} {row['us']:9.2f} us {row['gbps']:7.0f} GB/s {row['ratio']:6.3f}x  {row['kernel']}"
+        )
+    print(f"written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()
