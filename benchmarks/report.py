@@ -44,7 +44,8 @@ def describe(results: dict) -> str:
         if key == "rows":
             continue
         for name, fact in value.items() if isinstance(value, dict) else [(key, value)]:
-            facts.append(f"{name.replace('_', ' ')} {cell(fact)}")
+            if fact != "":
+                facts.append(f"{name.replace('_', ' ')} {cell(fact)}")
     return f"Measured on: {', '.join(facts)}."
 
 
@@ -53,7 +54,6 @@ def render(spec: dict) -> str:
 
     Raises:
       KeyError: a field of ``spec`` is missing, or names no field of the rows.
-      ValueError: no row is left after ``where``.
     """
     file = RESULTS / spec["file"]
     if not file.is_file():
@@ -61,7 +61,7 @@ def render(spec: dict) -> str:
     results = json.loads(file.read_text())
     rows = [row for row in results["rows"] if all(row[key] == value for key, value in spec.get("where", {}).items())]
     if not rows:
-        raise ValueError(f"{spec['file']} has no rows where {spec.get('where')}")
+        return "Not measured yet.\n"
     columns = spec["columns"]
     if "pivot" not in spec:
         lines = table(list(columns.values()), [[row[key] for key in columns] for row in rows])
