@@ -1,7 +1,7 @@
 // Checks and times every configuration of the product's kernels, without Python in between: the source of ffi/cuda/dispatch.h's
 // tables. Build and run with benchmarks/tune.py.
 //
-//   kernel_sweep check                          every instance on odd shapes against a float64 sum, exit status 1 on a mismatch
+//   kernel_sweep check [EVERY]                  every instance (one case in EVERY) on odd shapes against a float64 sum, exit status 1 on a mismatch
 //   kernel_sweep time BITS GROUP X MS SHAPES    one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
 //                                               (the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups)
 //                                               (X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel)
@@ -93,7 +93,8 @@ void fill(void* to, int64_t count, DType type, float low, float high, bool integ
   CHECK(cudaGetLastError());
 }
 
-int check() {
+int check(int every) {
+  int seen = 0;
   Device device;
   CHECK(current_device(&device));
   int failed = 0, cases = 0;
@@ -146,6 +147,7 @@ int check() {
           CHECK(cudaMemcpy(want.data(), sum.data, count * 8, cudaMemcpyDeviceToHost));
           CHECK(cudaMemcpy(size.data(), magnitude.data, count * 8, cudaMemcpyDeviceToHost));
           const auto compare = [&](const char* kernel, int p0, int p1, int p2, int p3, auto&& launch) {
+            if (seen++ % every != 0) return;
             CHECK(cudaMemset(y.data, 0xff, count * 4));  // NaN
             const cudaError_t launched = launch();
             if (launched == cudaErrorInvalidConfiguration) return;  // more shared memory than there is
@@ -258,7 +260,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
       };
       for (int tiles : {1, 2})
         for (int atoms : {1, 2, 4})
-          for (int warps : {4, 8, 16})
+          for (int warps : {4, 5, 6, 7, 8, 10, 12, 14, 16})
             for (int cluster : {1, 2, 4, 8})
               for (int ctas : {1, 2, 3, 4}) {
                 if (m > 16 || tiles != (m <= 8 ? 1 : 2) || warps > stream::max_warps(tiles)) continue;
@@ -288,12 +290,12 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
 }
 
 int main(int argc, char** argv) {
-  if (argc == 2 && std::strcmp(argv[1], "check") == 0) return check();
+  if ((argc == 2 || argc == 3) && std::strcmp(argv[1], "check") == 0) return check(argc == 3 ? std::atoi(argv[2]) : 1);
   if (argc == 7 && std::strcmp(argv[1], "time") == 0) {
     const std::string x = argv[4];
     return time_all(std::atoi(argv[2]), std::atoll(argv[3]), x == "bf16" ? DType::kBF16 : x == "f16" ? DType::kF16 : DType::kF32, argv[5],
                     argv[6]);
   }
-  std::fprintf(stderr, "usage: kernel_sweep check | time BITS GROUP X MS SHAPES\n");
+  std::fprintf(stderr, "usage: kernel_sweep check [EVERY] | time BITS GROUP X MS SHAPES\n");
   return 2;
 }

@@ -26,9 +26,14 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   if (device.architecture >= 90) {
     while (config.cluster < 8 && ctas(config.atoms) * config.cluster < wanted / 2) config.cluster *= 2;
   }
+  // Strips of 32 outputs fill the chip with few outputs; with many inputs a cluster of two halves of them reads x less often.
+  if (device.architecture >= 90 && config.atoms == 2 && args.m > 1 && args.k >= 8192) {
+    config.atoms = 4;
+    config.cluster = 2;
+  }
   const bool one_wave = ctas(config.atoms) * config.cluster <= device.multiprocessors;
   const int64_t stages_of_16_warps = args.k / (16 * 128);
-  config.warps = config.token_tiles == 1 && one_wave && stages_of_16_warps >= 4 ? 16 : 8;
+  config.warps = config.token_tiles == 1 && config.cluster == 1 && one_wave && stages_of_16_warps >= 4 ? 16 : 8;
   config.shared_bytes = shared_share(device, one_wave ? 1 : 2);
   return config;
 }
@@ -38,30 +43,31 @@ struct WarpgroupCost {
   int tokens, warpgroups;
   float stage;         // for 128 inputs, one CTA on a multiprocessor
   float shared_stage;  // two CTAs on it; 0: they do not fit
+  float start;         // until the first product, and from the last to the result
 };
 constexpr WarpgroupCost kWarpgroupCosts[] = {
-    {16, 2, 0.43f, 0.75f}, {32, 2, 0.45f, 0.77f}, {64, 2, 0.52f, 0.f}, {128, 2, 0.80f, 0.f},
-    {16, 4, 0.73f, 0.f},   {32, 4, 0.76f, 0.f},   {64, 4, 0.90f, 0.f},
+    {16, 2, 0.41f, 0.75f, 3.f}, {32, 2, 0.44f, 0.76f, 3.f}, {64, 2, 0.55f, 0.f, 3.f}, {128, 2, 0.83f, 0.f, 3.f},
+    {16, 4, 0.56f, 0.f, 4.f},   {32, 4, 0.66f, 0.f, 4.f},   {64, 4, 0.90f, 0.f, 4.f},
 };
-constexpr float kStart = 3.f, kClusterStart = 1.5f;
+constexpr float kClusterStart = 1.6f;
+constexpr float kBytesPerMicrosecond = 2.6e6f;
 // Of all multiprocessors, those that clusters of 1, 2, 3 and 4 CTAs can use: a cluster lies in one part of the chip.
 constexpr float kClusterShare[] = {1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f};
 
 warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
   const float stages = static_cast<float>(ceil_div(args.k, 128));
+  const float reading = static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / kBytesPerMicrosecond;
   warpgroup::Config best{};
   float least = 0.f;
   for (const WarpgroupCost& cost : kWarpgroupCosts) {
-    const bool larger_exists = cost.tokens < 128;
-    if (larger_exists && cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
+    if (cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
     const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
     for (int cluster = 1; cluster <= 4; ++cluster) {
-      const float places = device.multiprocessors * kClusterShare[cluster - 1];
-      const float ctas = static_cast<float>(blocks * cluster);
-      const bool shares = cost.shared_stage > 0.f && ctas > places;
-      const float waves = static_cast<float>(ceil_div(blocks * cluster, static_cast<int64_t>(shares ? 2 * places : places)));
-      const float start = kStart + (cluster > 1 ? kClusterStart : 0.f);
-      const float us = waves * (start + stages / static_cast<float>(cluster) * (shares ? cost.shared_stage : cost.stage));
+      const int64_t places = static_cast<int64_t>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster - 1]);
+      const bool shares = cost.shared_stage > 0.f && blocks * cluster > places;
+      const float waves = static_cast<float>(ceil_div(blocks * cluster, shares ? 2 * places : places));
+      const float walking = waves * stages / static_cast<float>(cluster) * (shares ? cost.shared_stage : cost.stage);
+      const float us = std::max(walking, reading) + waves * (cost.start + (cluster > 1 ? kClusterStart : 0.f));
       if (least == 0.f || us < least) {
         least = us;
         best = {cost.tokens, cost.warpgroups, cluster, device.multiprocessors};

@@ -39,18 +39,16 @@ struct Params {
   int log2_group_blocks;        // group size = 32 << this; -1: one scale per output
   bool scales_in_pieces_of_4;   // rows of scales and shift are aligned for cp.async
   bool x_in_pieces_of_16;       // rows of x are
-  int slot_bytes;               // weights, rows of scales and shift, x
+  int slot_bytes;               // weights, kFlushes rows of scales and of shift, x
   int warp_bytes;               // a warp's ring, and later its partial sums
 };
 
 __host__ __device__ constexpr int weight_bytes(int atoms, int bits) { return atoms * kAtomWords * 4 * kStageK / tile_k(bits); }
-// Of the scales that one stage may need; as many bytes of shift follow. Every type has room.
-__host__ __device__ constexpr int scale_bytes(int atoms, int flushes) { return flushes * atoms * kAtomN * 4; }
 // A token's inputs of one stage, padded so that the lanes of a warp read 32 different banks.
 __host__ __device__ constexpr int token_bytes(int x_size) { return x_size == 4 ? kStageK * 4 + 32 : kStageK * 2 + 16; }
 __host__ __device__ constexpr int partial_stride(int atoms) { return atoms * kAtomN + 4; }  // + 4 floats: no bank conflicts
 
-// How x enters the tensor core. Codes carry 2^-133 (bf16) or 2^-24 (fp16); `kUnscale` takes that, and x's own power of two, back.
+// How x enters the tensor core.
 template <typename X>
 struct Operand;
 
@@ -58,7 +56,7 @@ template <>
 struct Operand<__nv_bfloat16> {
   using Raw = uint32_t;
   static constexpr int kPieces = 1;
-  static constexpr float kUnscale = 0x1p+69f;  // 2^133 / 2^64
+  static constexpr float kPower = 0x1p+64f;  // that x is multiplied by
   // Multiplying x by 2^64 keeps code * x above float32's subnormals.
   __device__ static void pieces(Raw raw, bool sixteenth, uint32_t (&b)[kPieces]) {
     b[0] = ptx::mul_bf16x2(raw, sixteenth ? 0x5d805d80u : 0x5f805f80u);  // 2^60, 2^64
@@ -69,7 +67,7 @@ template <>
 struct Operand<__half> {
   using Raw = uint32_t;
   static constexpr int kPieces = 1;
-  static constexpr float kUnscale = 0x1p+24f;
+  static constexpr float kPower = 1.f;
   __device__ static void pieces(Raw raw, bool, uint32_t (&b)[kPieces]) { b[0] = raw; }
 };
 
@@ -79,7 +77,7 @@ template <>
 struct Operand<float> {
   using Raw = float2;
   static constexpr int kPieces = 3;
-  static constexpr float kUnscale = 0x1p+69f;
+  static constexpr float kPower = 0x1p+64f;
   __device__ static void pieces(Raw raw, bool sixteenth, uint32_t (&b)[kPieces]) {
     float rest[2] = {raw.x * (sixteenth ? 0x1p+60f : 0x1p+64f), raw.y * (sixteenth ? 0x1p+60f : 0x1p+64f)};
 #pragma unroll
@@ -91,22 +89,41 @@ struct Operand<float> {
   }
 };
 
-// A packed word holds codes of one output; pair i of inputs is what one half of a k16 step wants. int4 words hold two steps
-// (pairs 0, 1 and 2, 3), int8 words one. In bf16 the second pair of a step is left 16 times too large, which saves a shift: x is
-// divided by 16 there instead, exactly. fp16 has no exponent range to spare for that and shifts.
+// How codes enter it. A packed word holds codes of one output; pair i of inputs is what one half of a k16 step wants. int4 words hold
+// two steps (pairs 0, 1 and 2, 3), int8 words one. `kOne` and `kOneOfOdd` are the code 1 in even and odd pairs, `kUnit` its value.
+//
+// bf16: codes stay where the mask finds them, at 2^-133. The odd pairs of int4 are then 16 times too large, which saves a shift: x is
+// divided by 16 there instead, exactly.
 template <typename X, int kBits>
-constexpr bool kSecondPairTimes16 = kBits == 4 && !std::is_same_v<X, __half>;
+struct Codes {
+  static constexpr bool kOddTimes16 = kBits == 4;
+  static constexpr uint32_t kOne = 0x00010001u, kOneOfOdd = kOddTimes16 ? 0x00100010u : kOne;
+  static constexpr float kUnscale = 0x1p+69f;  // 2^133 / Operand<X>::kPower
+  static_assert(Operand<X>::kPower == 0x1p+64f);
 
-template <typename X, int kBits>
-__device__ __forceinline__ uint32_t code_pair(uint32_t word, int pair) {
-  if constexpr (kBits == 8) {
-    return pair == 0 ? word & 0x00ff00ffu : __byte_perm(word, 0, 0x4341);
-  } else if constexpr (kSecondPairTimes16<X, kBits>) {
-    return (pair < 2 ? word : word >> 8) & (pair % 2 == 0 ? 0x000f000fu : 0x00f000f0u);
-  } else {
-    return (word >> (4 * pair)) & 0x000f000fu;
+  __device__ static uint32_t pair(uint32_t word, int index) {
+    if constexpr (kBits == 8) {
+      return index == 0 ? word & 0x00ff00ffu : __byte_perm(word, 0, 0x4341);
+    } else {
+      return (index < 2 ? word : word >> 8) & (index % 2 == 0 ? 0x000f000fu : 0x00f000f0u);
+    }
   }
-}
+};
+// fp16: the tensor core aligns products by their exponents before it adds and cuts what is below, and a subnormal's exponent says
+// nothing of its leading zeros. Ten of them cost digits that fp16 results show, so codes move up to the top of the linear range.
+template <int kBits>
+struct Codes<__half, kBits> {
+  static constexpr int kUp = kBits == 4 ? 7 : 3;
+  static constexpr bool kOddTimes16 = false;
+  static constexpr uint32_t kOne = 0x00010001u << kUp, kOneOfOdd = kOne;
+  static constexpr float kUnscale = kBits == 4 ? 0x1p+17f : 0x1p+21f;  // 2^24 / 2^kUp
+
+  __device__ static uint32_t pair(uint32_t word, int index) {
+    constexpr uint32_t kMask = (kBits == 4 ? 0x000f000fu : 0x00ff00ffu) << kUp;
+    const int right = kBits * index - kUp;
+    return (right > 0 ? word >> right : word << -right) & kMask;
+  }
+};
 
 template <typename X>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -186,15 +203,13 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   constexpr int kRows = kAtoms * kAtomN;
   constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage
   constexpr int kWeightBytes = weight_bytes(kAtoms, kBits);
-  constexpr int kScaleBytes = scale_bytes(kAtoms, kFlushes);
-  constexpr int kScaleRowBytes = kScaleBytes / kFlushes;
   constexpr int kTokenBytes = token_bytes(sizeof(X));
   constexpr int kPieces = Operand<X>::kPieces;
   constexpr int kChunkX = 16 / sizeof(X);           // inputs of one 16-byte copy
   constexpr int kTokenChunks = kStageK / kChunkX;   // copies of one token
   constexpr int kCopyTokens = 32 / kTokenChunks;    // tokens that the 32 lanes copy at once
   constexpr int kCopies = 8 * kTokenTiles / kCopyTokens;
-  constexpr float kUnscale = Operand<X>::kUnscale;
+  using C = Codes<X, kBits>;
   using Raw = typename Operand<X>::Raw;
   static_assert(kTileN % kRows == 0, "a warp's outputs lie in one tile");
   static_assert(kCopyTokens >= 1, "a token's stage is at most one copy of the warp");
@@ -216,6 +231,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   const uint32_t* qw = args.qw + batch * args.qw_batch_stride;
   const int scale_size = element_size(args.scale_dtype);
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const int shift_at = kWeightBytes + kFlushes * kRows * scale_size;  // scales follow the weights in a slot, shift and x follow them
+  const int x_at = shift_at + kFlushes * kRows * shift_size;
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
@@ -241,10 +258,15 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
                                (n0 % kTileN) / kAtomN * kAtomWords + lane * 4;
   const int copy_token = lane / kTokenChunks;
   const int copy_k = lane % kTokenChunks * kChunkX;
-  const X* next_x = x + (m0 + copy_token) * args.k + static_cast<int64_t>(start) * kStageK + copy_k;
-  const int64_t copy_stride = kCopyTokens * args.k;
-  const int copies = (tokens - copy_token + kCopyTokens - 1) / kCopyTokens;
-  const int copy_to_x = kWeightBytes + 2 * kScaleBytes + copy_token * kTokenBytes + copy_k * static_cast<int>(sizeof(X));
+  // Every lane copies as often: those beyond the last token copy it again, to rows of the slot that nobody reads.
+  const int copies = (tokens + kCopyTokens - 1) / kCopyTokens;
+  const X* next_x[kCopies];
+#pragma unroll
+  for (int copy = 0; copy < kCopies; ++copy) {
+    const int token = min(copy * kCopyTokens + copy_token, tokens - 1);
+    next_x[copy] = x + (m0 + token) * args.k + static_cast<int64_t>(start) * kStageK + copy_k;
+  }
+  const int copy_to_x = x_at + copy_token * kTokenBytes + copy_k * static_cast<int>(sizeof(X));
   const int outputs = static_cast<int>(min(static_cast<int64_t>(kRows), args.n - n0));
   int next_stage = start;
   int to_fetch = stage_count;
@@ -252,13 +274,13 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   const auto copy_rows = [&](uint8_t* to, const uint8_t* rows, int size) {
     const int bytes = outputs * size;
 #pragma unroll 1
-    for (int row = 0; row < kFlushes; ++row, to += kScaleRowBytes) {
+    for (int row = 0; row < kFlushes; ++row, to += kRows * size) {
       const int block = next_stage * kStageBlocks + row;
       if (block >= blocks) break;
       const uint8_t* from = rows + ((block >> params.log2_group_blocks) * args.n + n0) * size;
       if (params.scales_in_pieces_of_4) {
 #pragma unroll
-        for (int at = 0; at < kScaleRowBytes; at += 128) {
+        for (int at = 0; at < kRows * 4; at += 128) {
           if (at + lane * 4 < bytes) ptx::cp_async_4(to + at + lane * 4, from + at + lane * 4);
         }
       } else {
@@ -285,27 +307,30 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
       if (next_stage < full_stages && params.x_in_pieces_of_16) {
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
-          if (copy < copies) ptx::cp_async_16(slot + copy_to_x + copy * kCopyTokens * kTokenBytes, next_x + copy * copy_stride);
+          if (copy < copies) ptx::cp_async_16(slot + copy_to_x + copy * kCopyTokens * kTokenBytes, next_x[copy]);
         }
       } else {
         const int64_t left = args.k - static_cast<int64_t>(next_stage) * kStageK - copy_k;
-#pragma unroll 1
-        for (int copy = 0; copy < copies; ++copy) {
-          *reinterpret_cast<uint4*>(slot + copy_to_x + copy * kCopyTokens * kTokenBytes) =
-              load_some(next_x + copy * copy_stride, left);
+#pragma unroll
+        for (int copy = 0; copy < kCopies; ++copy) {
+          if (copy < copies) {
+            *reinterpret_cast<uint4*>(slot + copy_to_x + copy * kCopyTokens * kTokenBytes) = load_some(next_x[copy], left);
+          }
         }
       }
       if (grouped) {
         copy_rows(slot + kWeightBytes, scales, scale_size);
-        if (shift_size != 0) copy_rows(slot + kWeightBytes + kScaleBytes, shift, shift_size);
+        if (shift_size != 0) copy_rows(slot + shift_at, shift, shift_size);
       }
       next_words += kTiles * kTileWords;
-      next_x += kStageK;
+#pragma unroll
+      for (int copy = 0; copy < kCopies; ++copy) next_x[copy] += kStageK;
       --to_fetch;
       if (++next_stage == end_stage) {
         next_stage = first_stage;
         next_words -= stage_count * kTiles * kTileWords;
-        next_x -= stage_count * kStageK;
+#pragma unroll
+        for (int copy = 0; copy < kCopies; ++copy) next_x[copy] -= stage_count * kStageK;
       }
     }
     ptx::cp_async_commit();
@@ -324,9 +349,9 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
     for (int atom = 0; atom < kAtoms; ++atom) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        scale[atom][i] *= kUnscale;
+        scale[atom][i] *= C::kUnscale;
         if (args.shift_mode == ShiftMode::kOffsets) {
-          offset[atom][i] *= kUnscale;
+          offset[atom][i] *= C::kUnscale;
         } else {
           offset[atom][i] = -scale[atom][i] * (shift_size == 0 ? bias : offset[atom][i]);
         }
@@ -340,7 +365,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
     set_offsets();
   }
 
-  const int lane_x = kWeightBytes + 2 * kScaleBytes + t * static_cast<int>(sizeof(Raw));
+  const int lane_x = x_at + t * static_cast<int>(sizeof(Raw));
   int token_x[kTokenTiles];  // columns beyond the last token repeat it
 #pragma unroll
   for (int tile = 0; tile < kTokenTiles; ++tile) token_x[tile] = lane_x + min(tile * 8 + g, tokens - 1) * kTokenBytes;
@@ -356,9 +381,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
     for (int flush = 0; flush < kFlushes; ++flush) {
       if (kFlushes > 1 && stage * kStageBlocks + flush >= blocks) break;
       if (grouped) {
-        const uint8_t* row = slot + kWeightBytes + flush * kScaleRowBytes;
-        read_rows<kAtoms>(scale, row, args.scale_dtype, g);
-        if (shift_size != 0) read_rows<kAtoms>(offset, row + kScaleBytes, args.shift_dtype, g);
+        read_rows<kAtoms>(scale, slot + kWeightBytes + flush * kRows * scale_size, args.scale_dtype, g);
+        if (shift_size != 0) read_rows<kAtoms>(offset, slot + shift_at + flush * kRows * shift_size, args.shift_dtype, g);
         set_offsets();
       }
       float part[kAtoms][kTokenTiles][4] = {};
@@ -373,9 +397,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
         }
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
-          constexpr uint32_t kOne = 0x00010001u;
-          constexpr uint32_t kOneHigh = kSecondPairTimes16<X, kBits> ? 0x00100010u : kOne;
-          const uint32_t ones[4] = {kOne, kOne, kOneHigh, kOneHigh};
+          const uint32_t ones[4] = {C::kOne, C::kOne, C::kOneOfOdd, C::kOneOfOdd};
           uint32_t codes[kAtoms][4];
 #pragma unroll
           for (int atom = 0; atom < kAtoms; ++atom) {
@@ -383,17 +405,17 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
             const bool second = kBits == 4 ? block % 2 == 1 : step == 1;
             const uint32_t low = second ? w.z : w.x, high = second ? w.w : w.y;  // rows g and g + 8
             const int pair = kBits == 4 ? 2 * step : 0;
-            codes[atom][0] = code_pair<X, kBits>(low, pair);
-            codes[atom][1] = code_pair<X, kBits>(high, pair);
-            codes[atom][2] = code_pair<X, kBits>(low, pair + 1);
-            codes[atom][3] = code_pair<X, kBits>(high, pair + 1);
+            codes[atom][0] = C::pair(low, pair);
+            codes[atom][1] = C::pair(high, pair);
+            codes[atom][2] = C::pair(low, pair + 1);
+            codes[atom][3] = C::pair(high, pair + 1);
           }
 #pragma unroll
           for (int tile = 0; tile < kTokenTiles; ++tile) {
             const uint8_t* pairs = slot + token_x[tile] + (block * 2 + step) * 16 * sizeof(X);
             uint32_t b0[kPieces], b1[kPieces];
             Operand<X>::pieces(*reinterpret_cast<const Raw*>(pairs), false, b0);
-            Operand<X>::pieces(*reinterpret_cast<const Raw*>(pairs + 8 * sizeof(X)), kSecondPairTimes16<X, kBits>, b1);
+            Operand<X>::pieces(*reinterpret_cast<const Raw*>(pairs + 8 * sizeof(X)), C::kOddTimes16, b1);
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
               mma<X>(sum[tile], ones, b0[piece], b1[piece]);
@@ -494,9 +516,11 @@ cudaError_t launch_instance(Params params, const Config& config, cudaStream_t st
   constexpr int kRows = kAtoms * kAtomN;
   const MatmulArgs& args = params.args;
   const int tokens = static_cast<int>(std::min<int64_t>(args.m, 8 * kTokenTiles));
-  const int slot = weight_bytes(kAtoms, kBits) + 2 * scale_bytes(kAtoms, kFlushes) + tokens * token_bytes(sizeof(X));
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const int slot = weight_bytes(kAtoms, kBits) + kFlushes * kRows * (element_size(args.scale_dtype) + shift_size) +
+                   (tokens + 1) / 2 * 2 * token_bytes(sizeof(X));  // 32 lanes copy two tokens of 16-bit numbers at once
   const int partial = tokens * partial_stride(kAtoms) * 4;
-  const int total = tokens * kRows * 4;
+  const int total = config.cluster > 1 ? tokens * kRows * 4 : 0;
   const int budget = config.shared_bytes - total;
   params.slot_bytes = slot;
   params.depth = std::min(budget / config.warps / slot, kMaxDepth);

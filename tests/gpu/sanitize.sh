@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# compute-sanitizer over the product's kernels on odd shapes: out-of-bounds accesses, then races in shared memory.
+#   tests/gpu/sanitize.sh [EVERY]    one case in EVERY (default 20) is run
+set -eu
+cd "$(dirname "$0")/../.."
+every=${1:-20}
+program=$(python3 benchmarks/tune.py --build | tail -n 1)
+for tool in memcheck racecheck; do
+  echo "== $tool"
+  compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" check "$every"
+done
