@@ -2,7 +2,8 @@
 //
 // Custom calls (a name with its operands, attributes and results is a versioned interface: exported programs hold it):
 //
-//   wonly_matmul_v1(x[Bx, M, K], qw u32[Bw, Nt, Kt, 512], scales[Bs, G, N], (shift[Bz, G, N]), (bias[Bb, N])) -> y[B, M, N]
+//   wonly_matmul_v1(x[Bx, M, K], qw u32[Bw, Nt, Kt, 512], scales[Bs, G, N], (shift[Bz, G, N]), (bias[Bb, N])) -> y[B,
+//   M, N]
 //     bits, shift_mode, has_bias, activation: int64 attributes. Every leading size is 1 or B.
 //   wonly_quantize_v1(w[B, K, N]) -> qw u32[B, Nt, Kt, 512], scales[B, G, N], (shift[B, G, N])
 //     bits, group_size, quantize_mode
@@ -10,7 +11,8 @@
 //     bits, shift_mode
 //
 // x, w, y: f16, bf16 or f32. scales, bias: f16, bf16 or f32. shift: those (zeros or offsets), or u8 (integer zeros).
-// The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1) without a shift.
+// The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1) without a
+// shift.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +21,8 @@ namespace wonly {
 
 enum class ShiftMode : int64_t { kNone = 0, kZeros = 1, kOffsets = 2 };
 enum class Activation : int64_t { kNone = 0, kRelu = 1, kRelu6 = 2, kGelu = 3, kSilu = 4 };  // gelu: the tanh form
-// Symmetric: absmax. The others are minmax and write a shift: u8 zeros, zeros of the scales' type, offsets of the scales' type.
+// Symmetric: absmax. The others are minmax and write a shift: u8 zeros, zeros of the scales' type, offsets of the
+// scales' type.
 enum class QuantizeMode : int64_t { kSymmetric = 0, kIntegerZeros = 1, kFloatZeros = 2, kOffsets = 3 };
 
 // Element types the kernels know, apart from any framework's numbering.
