@@ -1,10 +1,12 @@
-// Checks and times every configuration of the product's kernels, without Python in between: the source of ffi/cuda/dispatch.h's
-// tables. Build and run with benchmarks/tune.py.
+// Checks and times every configuration of the product's kernels, without Python in between: the source of
+// ffi/cuda/dispatch.h's tables. Build and run with benchmarks/tune.py.
 //
-//   kernel_sweep check [EVERY]                  every instance (one case in EVERY) on odd shapes against a float64 sum, exit status 1 on a mismatch
-//   kernel_sweep time BITS GROUP X MS SHAPES    one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
-//                                               (the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups)
-//                                               (X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel)
+//   kernel_sweep check [EVERY]                  every instance (one case in EVERY) on odd shapes against a float64 sum,
+//   exit status 1 on a mismatch kernel_sweep time BITS GROUP X MS SHAPES    one line per configuration: k n m atoms
+//   tiles warps cluster ctas us GB/s
+//                                               (the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for
+//                                               warpgroups) (X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0:
+//                                               per channel)
 //
 // Time: a CUDA graph of calls that rotate through more than four times the L2 of weights, median over replays.
 
@@ -20,8 +22,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/element.cuh"
 #include "cuda/device.h"
+#include "cuda/element.cuh"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_warpgroup.h"
 #include "layout.h"
@@ -73,7 +75,8 @@ __global__ void reference(MatmulArgs args, double* sum, double* magnitude) {
     const double w = args.shift_mode == ShiftMode::kOffsets ? code * scale + shift : (code - shift) * scale;
     const double x = load_element(args.x, b * args.x_batch_stride + m * args.k + k, args.x_dtype);
     total += w * x;
-    size += (args.shift_mode == ShiftMode::kOffsets ? fabs(code * scale) + fabs(shift) : (code + fabs(shift)) * scale) * fabs(x);
+    size += (args.shift_mode == ShiftMode::kOffsets ? fabs(code * scale) + fabs(shift) : (code + fabs(shift)) * scale) *
+            fabs(x);
   }
   if (args.has_bias) total += load_element(args.bias, b * args.bias_batch_stride + n, args.bias_dtype);
   if (args.activation == Activation::kRelu) total = total < 0 ? 0 : total;
@@ -103,9 +106,10 @@ int check(int every) {
   struct Shape {
     int64_t b, m, k, n, group;
   };
-  const std::vector<Shape> shapes = {{1, 1, 64, 64, 0},      {1, 3, 100, 70, 0},   {2, 7, 96, 33, 32},    {1, 8, 1024, 136, 128},
-                                     {3, 5, 512, 192, 256},  {1, 17, 320, 50, 64}, {1, 9, 2048, 257, 32}, {1, 16, 4096, 128, 128},
-                                     {1, 33, 1536, 384, 128}, {1, 2, 33, 1, 0},     {2, 4, 101, 65, 0}};
+  const std::vector<Shape> shapes = {{1, 1, 64, 64, 0},      {1, 3, 100, 70, 0},      {2, 7, 96, 33, 32},
+                                     {1, 8, 1024, 136, 128}, {3, 5, 512, 192, 256},   {1, 17, 320, 50, 64},
+                                     {1, 9, 2048, 257, 32},  {1, 16, 4096, 128, 128}, {1, 33, 1536, 384, 128},
+                                     {1, 2, 33, 1, 0},       {2, 4, 101, 65, 0}};
   for (const Shape& s : shapes)
     for (int bits : {4, 8})
       for (DType xt : {DType::kBF16, DType::kF16, DType::kF32})
@@ -114,8 +118,9 @@ int check(int every) {
           const int64_t words = ceil_div(s.n, kTileN) * ceil_div(s.k, tile_k(bits)) * kTileWords;
           const DType st = variant == 1 ? DType::kF32 : xt == DType::kF16 ? DType::kF16 : DType::kBF16;
           const DType zt = variant == 1 ? DType::kU8 : st;
-          Buffer x(s.b * s.m * s.k * 4), qw(s.b * words * 4), scales(s.b * groups * s.n * 4), shift(s.b * groups * s.n * 4),
-              bias(s.b * s.n * 4), y(s.b * s.m * s.n * 4), sum(s.b * s.m * s.n * 8), magnitude(s.b * s.m * s.n * 8);
+          Buffer x(s.b * s.m * s.k * 4), qw(s.b * words * 4), scales(s.b * groups * s.n * 4),
+              shift(s.b * groups * s.n * 4), bias(s.b * s.n * 4), y(s.b * s.m * s.n * 4), sum(s.b * s.m * s.n * 8),
+              magnitude(s.b * s.m * s.n * 8);
           fill(x.data, s.b * s.m * s.k, xt, -0.5f, 1.5f, false, ++seed);
           fill_words<<<256, 256>>>(static_cast<uint32_t*>(qw.data), s.b * words, ++seed);
           fill(scales.data, s.b * groups * s.n, st, 0.005f, 0.02f, false, ++seed);
@@ -134,14 +139,16 @@ int check(int every) {
           args.x_batch_stride = s.m * s.k, args.qw_batch_stride = words;
           args.scales_batch_stride = args.shift_batch_stride = groups * s.n;
           args.bias_batch_stride = s.n;
-          if (variant == 2) args.scales_batch_stride = args.qw_batch_stride = args.shift_batch_stride = 0;  // shared weights
-          args.x_dtype = xt, args.scale_dtype = st, args.shift_dtype = zt, args.bias_dtype = DType::kF32, args.y_dtype = DType::kF32;
+          if (variant == 2)
+            args.scales_batch_stride = args.qw_batch_stride = args.shift_batch_stride = 0;  // shared weights
+          args.x_dtype = xt, args.scale_dtype = st, args.shift_dtype = zt, args.bias_dtype = DType::kF32,
+          args.y_dtype = DType::kF32;
           args.shift_mode = variant == 0 ? ShiftMode::kNone : variant == 3 ? ShiftMode::kOffsets : ShiftMode::kZeros;
           args.has_bias = variant != 2;
           args.activation = variant == 3 ? Activation::kRelu : Activation::kNone;
           const int64_t count = s.b * s.m * s.n;
           reference<<<static_cast<unsigned>(ceil_div(count, 128)), 128>>>(args, static_cast<double*>(sum.data),
-                                                                        static_cast<double*>(magnitude.data));
+                                                                          static_cast<double*>(magnitude.data));
           std::vector<double> want(count), size(count);
           std::vector<float> got(count);
           CHECK(cudaMemcpy(want.data(), sum.data, count * 8, cudaMemcpyDeviceToHost));
@@ -161,8 +168,8 @@ int check(int every) {
             ++cases;
             worst = std::max(worst, error);
             if (!(error < (xt == DType::kF32 ? 2e-6 : 1e-6)) && ++failed <= 20) {
-              std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d %s %d %d %d %d: %g\n", s.b, s.m, s.k, s.n, s.group, bits,
-                          int(xt), variant, kernel, p0, p1, p2, p3, error);
+              std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d %s %d %d %d %d: %g\n", s.b, s.m, s.k,
+                          s.n, s.group, bits, int(xt), variant, kernel, p0, p1, p2, p3, error);
             }
           };
           for (int tiles : {1, 2})
@@ -171,7 +178,8 @@ int check(int every) {
                 for (int cluster : {1, 2, 8}) {
                   const int ctas = warps <= 3 ? 3 : 1;
                   if (warps > stream::max_warps(tiles) || (device.architecture < 90 && cluster > 1)) continue;
-                  if ((seed + tiles + atoms + warps + cluster) % 3 != 0) continue;  // a third of them, another third each time
+                  if ((seed + tiles + atoms + warps + cluster) % 3 != 0)
+                    continue;  // a third of them, another third each time
                   compare("stream", atoms, tiles, warps, cluster, [&] {
                     return stream::launch(args, {atoms, tiles, warps, cluster, shared_share(device, ctas)}, nullptr);
                   });
@@ -181,8 +189,9 @@ int check(int every) {
             for (int warpgroups : {2, 4})
               for (int cluster : {1, 2, 3, 4, 8})
                 if (tokens < 128 || warpgroups == 2) {
-                  compare("warpgroup", tokens, warpgroups, cluster, 0,
-                          [&] { return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr); });
+                  compare("warpgroup", tokens, warpgroups, cluster, 0, [&] {
+                    return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr);
+                  });
                 }
         }
   std::printf("%d cases, %d wrong, largest error %.3g of the terms' sum\n", cases, failed, worst);
@@ -192,7 +201,8 @@ int check(int every) {
 std::vector<std::string> split(const std::string& text) {
   std::vector<std::string> parts;
   size_t begin = 0;
-  for (size_t end; (end = text.find(',', begin)) != std::string::npos; begin = end + 1) parts.push_back(text.substr(begin, end - begin));
+  for (size_t end; (end = text.find(',', begin)) != std::string::npos; begin = end + 1)
+    parts.push_back(text.substr(begin, end - begin));
   parts.push_back(text.substr(begin));
   return parts;
 }
@@ -256,7 +266,8 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
       }
       const double bytes = words * 4.0 + groups * n * 2.0 + m * k * element_size(xt) + m * n * element_size(xt);
       const auto report = [&](int atoms, int tiles, int warps, int cluster, int ctas, float us) {
-        std::printf("%ld %ld %ld %d %d %d %d %d %.2f %.0f\n", k, n, m, atoms, tiles, warps, cluster, ctas, us, bytes / us * 1e-3);
+        std::printf("%ld %ld %ld %d %d %d %d %d %.2f %.0f\n", k, n, m, atoms, tiles, warps, cluster, ctas, us,
+                    bytes / us * 1e-3);
       };
       for (int tiles : {1, 2})
         for (int atoms : {1, 2, 4})
@@ -275,7 +286,8 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
       for (int tokens : {16, 32, 64, 128})
         for (int warpgroups : {2, 4})
           for (int cluster : {1, 2, 3, 4, 6}) {
-            if (device.architecture != 90 || !warpgroup::supports(calls[0]) || (tokens == 128 && warpgroups == 4)) continue;
+            if (device.architecture != 90 || !warpgroup::supports(calls[0]) || (tokens == 128 && warpgroups == 4))
+              continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
             const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * cluster;
             if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
@@ -293,8 +305,11 @@ int main(int argc, char** argv) {
   if ((argc == 2 || argc == 3) && std::strcmp(argv[1], "check") == 0) return check(argc == 3 ? std::atoi(argv[2]) : 1);
   if (argc == 7 && std::strcmp(argv[1], "time") == 0) {
     const std::string x = argv[4];
-    return time_all(std::atoi(argv[2]), std::atoll(argv[3]), x == "bf16" ? DType::kBF16 : x == "f16" ? DType::kF16 : DType::kF32, argv[5],
-                    argv[6]);
+    return time_all(std::atoi(argv[2]), std::atoll(argv[3]),
+                    x == "bf16"  ? DType::kBF16
+                    : x == "f16" ? DType::kF16
+                                 : DType::kF32,
+                    argv[5], argv[6]);
   }
   std::fprintf(stderr, "usage: kernel_sweep check [EVERY] | time BITS GROUP X MS SHAPES\n");
   return 2;

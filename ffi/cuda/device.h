@@ -6,9 +6,9 @@
 namespace wonly {
 
 struct Device {
-  int architecture = 0;       // 10 * major + minor
+  int architecture = 0;  // 10 * major + minor
   int multiprocessors = 0;
-  int shared_per_block = 0;   // bytes of shared memory that one CTA may ask for
+  int shared_per_block = 0;  // bytes of shared memory that one CTA may ask for
   int shared_per_multiprocessor = 0;
   int reserved_per_block = 0;  // bytes of it that the system takes from every CTA
 };
@@ -22,7 +22,8 @@ inline cudaError_t current_device(Device* device) {
   if (error == cudaSuccess) error = read(&minor, cudaDevAttrComputeCapabilityMinor);
   if (error == cudaSuccess) error = read(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
   if (error == cudaSuccess) error = read(&device->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (error == cudaSuccess) error = read(&device->shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+  if (error == cudaSuccess)
+    error = read(&device->shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   if (error == cudaSuccess) error = read(&device->reserved_per_block, cudaDevAttrReservedSharedMemoryPerBlock);
   device->architecture = 10 * major + minor;
   return error;

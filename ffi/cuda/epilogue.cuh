@@ -30,7 +30,8 @@ __device__ __forceinline__ void finish(const MatmulArgs& args, int64_t batch, in
 }
 
 // Outputs n .. n + 3, n a multiple of 4: in one store where a row's address allows it.
-__device__ __forceinline__ void finish4(const MatmulArgs& args, int64_t batch, int64_t m, int64_t n, const float (&sum)[4]) {
+__device__ __forceinline__ void finish4(const MatmulArgs& args, int64_t batch, int64_t m, int64_t n,
+                                        const float (&sum)[4]) {
   if (args.n % 4 != 0 || args.y_dtype == DType::kF32) {
     for (int i = 0; i < 4; ++i) finish(args, batch, m, n + i, sum[i]);
     return;

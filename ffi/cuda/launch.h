@@ -14,8 +14,10 @@ struct LaunchShape {
 
 template <typename... Args>
 cudaError_t launch_kernel(void (*kernel)(Args...), const LaunchShape& shape, cudaStream_t stream, const Args&... args) {
-  // A property of the function, not of the stream: allowed, and without effect on the graph, while a stream is captured.
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
+  // A property of the function, not of the stream: allowed, and without effect on the graph, while a stream is
+  // captured.
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[1];
   cudaLaunchConfig_t config{};

@@ -1,10 +1,9 @@
-// Which kernel runs which product. The numbers are fits to what benchmarks/tune.py measured on an H100; shapes between those follow
-// the same rule.
-#include "cuda/matmul.h"
-
+// Which kernel runs which product. The numbers are fits to what benchmarks/tune.py measured on an H100; shapes between
+// those follow the same rule.
 #include <algorithm>
 
 #include "cuda/device.h"
+#include "cuda/matmul.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_warpgroup.h"
 #include "layout.h"
@@ -12,7 +11,8 @@
 namespace wonly {
 namespace {
 
-constexpr int kStreamTokens = 8;  // up to here streaming is faster than the warpgroup kernel, whose CTAs are slower to start
+constexpr int kStreamTokens =
+    8;  // up to here streaming four bits is faster than the warpgroup kernel, whose CTAs are slower to start
 
 // The widest strip of outputs per warp that still gives every multiprocessor a CTA.
 stream::Config stream_config(const MatmulArgs& args, const Device& device) {
@@ -26,14 +26,14 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   if (device.architecture >= 90) {
     while (config.cluster < 8 && ctas(config.atoms) * config.cluster < wanted / 2) config.cluster *= 2;
   }
-  // Strips of 32 outputs fill the chip with few outputs; with many inputs a cluster of two halves of them reads x less often.
-  if (device.architecture >= 90 && config.atoms == 2 && args.m > 1 && args.k >= 8192) {
-    config.atoms = 4;
-    config.cluster = 2;
-  }
   const bool one_wave = ctas(config.atoms) * config.cluster <= device.multiprocessors;
-  const int64_t stages_of_16_warps = args.k / (16 * 128);
-  config.warps = config.token_tiles == 1 && config.cluster == 1 && one_wave && stages_of_16_warps >= 4 ? 16 : 8;
+  // Many inputs keep 16 warps of a lone CTA busy. A warp more or less, where that shares the inputs out evenly.
+  const int64_t stages = ceil_div(args.k, stream::kStageInputs * config.cluster);
+  const int most = config.token_tiles == 1 && one_wave && stages >= 64 ? 16 : 8;
+  config.warps = most;
+  for (int warps = most - 1; warps >= most - 2; --warps) {
+    if (ceil_div(stages, warps) * warps < ceil_div(stages, config.warps) * config.warps) config.warps = warps;
+  }
   config.shared_bytes = shared_share(device, one_wave ? 1 : 2);
   return config;
 }
@@ -56,14 +56,16 @@ constexpr float kClusterShare[] = {1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f};
 
 warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
   const float stages = static_cast<float>(ceil_div(args.k, 128));
-  const float reading = static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / kBytesPerMicrosecond;
+  const float reading =
+      static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / kBytesPerMicrosecond;
   warpgroup::Config best{};
   float least = 0.f;
   for (const WarpgroupCost& cost : kWarpgroupCosts) {
     if (cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
     const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
     for (int cluster = 1; cluster <= 4; ++cluster) {
-      const int64_t places = static_cast<int64_t>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster - 1]);
+      const int64_t places =
+          static_cast<int64_t>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster - 1]);
       const bool shares = cost.shared_stage > 0.f && blocks * cluster > places;
       const float waves = static_cast<float>(ceil_div(blocks * cluster, shares ? 2 * places : places));
       const float walking = waves * stages / static_cast<float>(cluster) * (shares ? cost.shared_stage : cost.stage);
@@ -83,7 +85,10 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80 && args.x_dtype != DType::kF16) return cudaErrorNotSupported;
-  if (device.architecture == 90 && args.m > kStreamTokens && warpgroup::supports(args)) {
+  // Eight bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor
+  // has a CTA.
+  const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
+  if (device.architecture == 90 && (args.m > kStreamTokens || wide) && warpgroup::supports(args)) {
     return warpgroup::launch(args, warpgroup_config(args, device), stream);
   }
   stream::Config config = stream_config(args, device);

@@ -9,8 +9,9 @@
 
 namespace wonly {
 
-// Operands of y[B, M, N] = act(x[B, M, K] @ W[B, K, N] + bias[B, N]), W packed as layout.h says. Batch strides are in elements
-// and 0 for an operand that all of the batch shares. `groups` divides k; k / groups is 32, 64, 128, 256 or k itself.
+// Operands of y[B, M, N] = act(x[B, M, K] @ W[B, K, N] + bias[B, N]), W packed as layout.h says. Batch strides are in
+// elements and 0 for an operand that all of the batch shares. `groups` divides k; k / groups is 32, 64, 128, 256 or k
+// itself.
 struct MatmulArgs {
   const void* x;
   const uint32_t* qw;

@@ -1,15 +1,18 @@
-// Small-M product: weights streamed once from memory at full bandwidth, tokens on the narrow side of the tensor-core instruction.
+// Small-M product: weights streamed once from memory at full bandwidth, tokens on the narrow side of the tensor-core
+// instruction.
 //
-// A warp owns 16 * kAtoms outputs and a run of the inputs. It copies its packed weights, with the scales and activations that
-// belong to them, into a ring of its own in shared memory (cp.async), so no barrier of the CTA ever waits for memory, and feeds the
-// codes to mma.sync as the A operand with nothing but a mask: a 16-bit pattern c < 256 is the bf16 number c * 2^-133, a pattern
-// < 2048 the fp16 number c * 2^-24, and tensor cores multiply them exactly (docs/performance.md). Scale and zero wait for the
-// float32 accumulator, once per group: acc += scale * (part - zero * sum(x)), the sum by one more mma whose A is ones.
-// Warps of a CTA, and CTAs of a cluster, split the inputs; partial sums are added in a fixed order, so results have the same bits
-// on every run, and a token's result does not depend on the other tokens.
+// A warp owns 16 * kAtoms outputs and a run of the inputs. It copies its packed weights, with the scales and
+// activations that belong to them, into a ring of its own in shared memory (cp.async), so no barrier of the CTA ever
+// waits for memory, and feeds the codes to mma.sync as the A operand with nothing but a mask: a 16-bit pattern c < 256
+// is the bf16 number c * 2^-133, a pattern < 2048 the fp16 number c * 2^-24, and tensor cores multiply them exactly
+// (docs/performance.md). Scale and zero wait for the float32 accumulator, once per group: acc += scale * (part - zero *
+// sum(x)), the sum by one more mma whose A is ones. Warps of a CTA, and CTAs of a cluster, split the inputs; partial
+// sums are added in a fixed order, so results have the same bits on every run, and a token's result does not depend on
+// the other tokens.
 //
-// Tokens with an activation of 2^64 or more, infinite or NaN leave the range where that is exact, which shows in their sum(x); they
-// are recomputed term by term as a dense product would (exact_sum), so infinities and NaNs propagate as they do there.
+// Tokens with an activation of 2^64 or more, infinite or NaN leave the range where that is exact, which shows in their
+// sum(x); they are recomputed term by term as a dense product would (exact_sum), so infinities and NaNs propagate as
+// they do there.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,26 +30,30 @@
 
 namespace wonly::stream {
 
-constexpr int kStageK = 128;    // inputs that one ring slot holds
-constexpr int kBlockK = 32;     // inputs of the smallest group
+constexpr int kStageK = kStageInputs;  // inputs that one ring slot holds
+constexpr int kBlockK = 32;            // inputs of the smallest group
 constexpr int kStageBlocks = kStageK / kBlockK;
 constexpr int kMaxDepth = 8;
 constexpr int kRotation = 3;
 struct Params {
   MatmulArgs args;
   int cluster;
-  int depth;                    // slots of a warp's ring
-  int log2_group_blocks;        // group size = 32 << this; -1: one scale per output
-  bool scales_in_pieces_of_4;   // rows of scales and shift are aligned for cp.async
-  bool x_in_pieces_of_16;       // rows of x are
-  int slot_bytes;               // weights, kFlushes rows of scales and of shift, x
-  int warp_bytes;               // a warp's ring, and later its partial sums
+  int depth;                   // slots of a warp's ring
+  int log2_group_blocks;       // group size = 32 << this; -1: one scale per output
+  bool scales_in_pieces_of_4;  // rows of scales and shift are aligned for cp.async
+  bool x_in_pieces_of_16;      // rows of x are
+  int slot_bytes;              // weights, kFlushes rows of scales and of shift, x
+  int warp_bytes;              // a warp's ring, and later its partial sums
 };
 
-__host__ __device__ constexpr int weight_bytes(int atoms, int bits) { return atoms * kAtomWords * 4 * kStageK / tile_k(bits); }
+__host__ __device__ constexpr int weight_bytes(int atoms, int bits) {
+  return atoms * kAtomWords * 4 * kStageK / tile_k(bits);
+}
 // A token's inputs of one stage, padded so that the lanes of a warp read 32 different banks.
 __host__ __device__ constexpr int token_bytes(int x_size) { return x_size == 4 ? kStageK * 4 + 32 : kStageK * 2 + 16; }
-__host__ __device__ constexpr int partial_stride(int atoms) { return atoms * kAtomN + 4; }  // + 4 floats: no bank conflicts
+__host__ __device__ constexpr int partial_stride(int atoms) {
+  return atoms * kAtomN + 4;
+}  // + 4 floats: no bank conflicts
 
 // How x enters the tensor core.
 template <typename X>
@@ -71,8 +78,8 @@ struct Operand<__half> {
   __device__ static void pieces(Raw raw, bool, uint32_t (&b)[kPieces]) { b[0] = raw; }
 };
 
-// A float32 is exactly the sum of three bf16 numbers (24 = 8 + 8 + 8 bits), split by truncation; the codes are exact, so the
-// product keeps float32's accuracy at three instructions instead of one.
+// A float32 is exactly the sum of three bf16 numbers (24 = 8 + 8 + 8 bits), split by truncation; the codes are exact,
+// so the product keeps float32's accuracy at three instructions instead of one.
 template <>
 struct Operand<float> {
   using Raw = float2;
@@ -89,11 +96,12 @@ struct Operand<float> {
   }
 };
 
-// How codes enter it. A packed word holds codes of one output; pair i of inputs is what one half of a k16 step wants. int4 words hold
-// two steps (pairs 0, 1 and 2, 3), int8 words one. `kOne` and `kOneOfOdd` are the code 1 in even and odd pairs, `kUnit` its value.
+// How codes enter it. A packed word holds codes of one output; pair i of inputs is what one half of a k16 step wants.
+// int4 words hold two steps (pairs 0, 1 and 2, 3), int8 words one. `kOne` and `kOneOfOdd` are the code 1 in even and
+// odd pairs, `kUnit` its value.
 //
-// bf16: codes stay where the mask finds them, at 2^-133. The odd pairs of int4 are then 16 times too large, which saves a shift: x is
-// divided by 16 there instead, exactly.
+// bf16: codes stay where the mask finds them, at 2^-133. The odd pairs of int4 are then 16 times too large, which saves
+// a shift: x is divided by 16 there instead, exactly.
 template <typename X, int kBits>
 struct Codes {
   static constexpr bool kOddTimes16 = kBits == 4;
@@ -109,8 +117,9 @@ struct Codes {
     }
   }
 };
-// fp16: the tensor core aligns products by their exponents before it adds and cuts what is below, and a subnormal's exponent says
-// nothing of its leading zeros. Ten of them cost digits that fp16 results show, so codes move up to the top of the linear range.
+// fp16: the tensor core aligns products by their exponents before it adds and cuts what is below, and a subnormal's
+// exponent says nothing of its leading zeros. Ten of them cost digits that fp16 results show, so codes move up to the
+// top of the linear range.
 template <int kBits>
 struct Codes<__half, kBits> {
   static constexpr int kUp = kBits == 4 ? 7 : 3;
@@ -188,8 +197,8 @@ __device__ __noinline__ float exact_sum(const MatmulArgs& args, const X* row, co
     if (args.shift_mode == ShiftMode::kOffsets) {
       weight = code * scale + load_element(shift, index, args.shift_dtype);
     } else {
-      const float zero =
-          args.shift_mode == ShiftMode::kZeros ? load_element(shift, index, args.shift_dtype) : static_cast<float>(bias_of(args.bits));
+      const float zero = args.shift_mode == ShiftMode::kZeros ? load_element(shift, index, args.shift_dtype)
+                                                              : static_cast<float>(bias_of(args.bits));
       weight = (code - zero) * scale;
     }
     sum += weight * static_cast<float>(row[k]);
@@ -205,9 +214,9 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   constexpr int kWeightBytes = weight_bytes(kAtoms, kBits);
   constexpr int kTokenBytes = token_bytes(sizeof(X));
   constexpr int kPieces = Operand<X>::kPieces;
-  constexpr int kChunkX = 16 / sizeof(X);           // inputs of one 16-byte copy
-  constexpr int kTokenChunks = kStageK / kChunkX;   // copies of one token
-  constexpr int kCopyTokens = 32 / kTokenChunks;    // tokens that the 32 lanes copy at once
+  constexpr int kChunkX = 16 / sizeof(X);          // inputs of one 16-byte copy
+  constexpr int kTokenChunks = kStageK / kChunkX;  // copies of one token
+  constexpr int kCopyTokens = 32 / kTokenChunks;   // tokens that the 32 lanes copy at once
   constexpr int kCopies = 8 * kTokenTiles / kCopyTokens;
   using C = Codes<X, kBits>;
   using Raw = typename Operand<X>::Raw;
@@ -231,7 +240,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   const uint32_t* qw = args.qw + batch * args.qw_batch_stride;
   const int scale_size = element_size(args.scale_dtype);
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-  const int shift_at = kWeightBytes + kFlushes * kRows * scale_size;  // scales follow the weights in a slot, shift and x follow them
+  const int shift_at =
+      kWeightBytes + kFlushes * kRows * scale_size;  // scales follow the weights in a slot, shift and x follow them
   const int x_at = shift_at + kFlushes * kRows * shift_size;
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
@@ -243,9 +253,10 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   const int first_stage = static_cast<int>(static_cast<int64_t>(stages) * run / runs);
   const int end_stage = static_cast<int>(static_cast<int64_t>(stages) * (run + 1) / runs);
   const int stage_count = end_stage - first_stage;
-  // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share memory channels:
-  // each begins somewhere else in its run, and wraps around.
-  const int start = first_stage + (stage_count > 0 ? static_cast<int>(blockIdx.x / params.cluster) * kRotation % stage_count : 0);
+  // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share
+  // memory channels: each begins somewhere else in its run, and wraps around.
+  const int start =
+      first_stage + (stage_count > 0 ? static_cast<int>(blockIdx.x / params.cluster) * kRotation % stage_count : 0);
   const int full_stages = static_cast<int>(args.k / kStageK);
   const int blocks = static_cast<int>(ceil_div(args.k, kBlockK));
   const bool grouped = params.log2_group_blocks >= 0;
@@ -314,7 +325,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
           if (copy < copies) {
-            *reinterpret_cast<uint4*>(slot + copy_to_x + copy * kCopyTokens * kTokenBytes) = load_some(next_x[copy], left);
+            *reinterpret_cast<uint4*>(slot + copy_to_x + copy * kCopyTokens * kTokenBytes) =
+                load_some(next_x[copy], left);
           }
         }
       }
@@ -361,7 +373,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   if (!grouped) {
     const auto output = [&](int row) { return min(n0 + row, args.n - 1); };
     for_rows<kAtoms>(scale, g, [&](int row) { return load_element(scales, output(row), args.scale_dtype); });
-    if (shift_size != 0) for_rows<kAtoms>(offset, g, [&](int row) { return load_element(shift, output(row), args.shift_dtype); });
+    if (shift_size != 0)
+      for_rows<kAtoms>(offset, g, [&](int row) { return load_element(shift, output(row), args.shift_dtype); });
     set_offsets();
   }
 
@@ -382,7 +395,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
       if (kFlushes > 1 && stage * kStageBlocks + flush >= blocks) break;
       if (grouped) {
         read_rows<kAtoms>(scale, slot + kWeightBytes + flush * kRows * scale_size, args.scale_dtype, g);
-        if (shift_size != 0) read_rows<kAtoms>(offset, slot + shift_at + flush * kRows * shift_size, args.shift_dtype, g);
+        if (shift_size != 0)
+          read_rows<kAtoms>(offset, slot + shift_at + flush * kRows * shift_size, args.shift_dtype, g);
         set_offsets();
       }
       float part[kAtoms][kTokenTiles][4] = {};
@@ -568,9 +582,11 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.x_in_pieces_of_16 = args.k * sizeof(X) % 16 == 0;
   if (config.warps < 1 || config.warps > max_warps(config.token_tiles)) return cudaErrorInvalidValue;
   if (config.token_tiles == 1) {
-    return args.bits == 4 ? launch_tokens<X, 4, 1>(params, config, stream) : launch_tokens<X, 8, 1>(params, config, stream);
+    return args.bits == 4 ? launch_tokens<X, 4, 1>(params, config, stream)
+                          : launch_tokens<X, 8, 1>(params, config, stream);
   }
-  return args.bits == 4 ? launch_tokens<X, 4, 2>(params, config, stream) : launch_tokens<X, 8, 2>(params, config, stream);
+  return args.bits == 4 ? launch_tokens<X, 4, 2>(params, config, stream)
+                        : launch_tokens<X, 8, 2>(params, config, stream);
 }
 
 }  // namespace wonly::stream

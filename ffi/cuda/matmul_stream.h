@@ -6,12 +6,14 @@
 namespace wonly::stream {
 
 struct Config {
-  int atoms;        // 16-output strips of a warp: 1, 2 or 4
-  int token_tiles;  // tiles of 8 tokens that share one pass over the weights: 1 or 2
-  int warps;        // of one CTA, along the inputs: 1 .. max_warps(token_tiles)
-  int cluster;      // CTAs along the inputs: 1, 2, 4 or 8 (more than 1 needs sm_90)
+  int atoms;         // 16-output strips of a warp: 1, 2 or 4
+  int token_tiles;   // tiles of 8 tokens that share one pass over the weights: 1 or 2
+  int warps;         // of one CTA, along the inputs: 1 .. max_warps(token_tiles)
+  int cluster;       // CTAs along the inputs: 1, 2, 4 or 8 (more than 1 needs sm_90)
   int shared_bytes;  // that a CTA may use: its rings are as deep as that allows
 };
+
+constexpr int kStageInputs = 128;  // that a warp takes at a time
 
 constexpr int max_warps(int token_tiles) { return token_tiles == 1 ? 16 : 8; }
 

@@ -1,8 +1,8 @@
-#include "cuda/matmul_warpgroup.h"
-
 #include <cuda.h>
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
+
+#include "cuda/matmul_warpgroup.h"
 
 namespace wonly::warpgroup {
 namespace {
@@ -12,9 +12,11 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
   static const auto function = [] {
     void* address = nullptr;
     cudaDriverEntryPointQueryResult found{};
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(address)
-                                                                        : nullptr;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(address)
+               : nullptr;
   }();
   return function;
 }
@@ -30,9 +32,9 @@ cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap
   const cuuint64_t strides[2] = {sizes[0] * 2, sizes[0] * sizes[1] * 2};
   const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(tokens), 1};
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult result =
-      encode(map, type, 3, const_cast<void*>(args.x), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(map, type, 3, const_cast<void*>(args.x), sizes, strides, box, element_strides,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -42,7 +44,8 @@ bool supports(const MatmulArgs& args) {
   // Rows of scales and of zeros are copied in pieces of 16 bytes.
   const bool aligned_scales = args.groups == 1 || args.n * element_size(args.scale_dtype) % 16 == 0;
   const bool aligned_zeros = args.groups == 1 || args.shift_mode == ShiftMode::kNone || args.n % 16 == 0;
-  const bool zeros = args.shift_mode == ShiftMode::kNone || (args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8);
+  const bool zeros =
+      args.shift_mode == ShiftMode::kNone || (args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8);
   return sixteen_bits && aligned && aligned_scales && aligned_zeros && zeros;
 }
 

@@ -1,12 +1,13 @@
-// The product for 9 to a few hundred tokens on Hopper: wgmma with the weights as the register operand, straight from the packed
-// format, so that all warps of a CTA share one copy of the activations.
+// The product for 9 to a few hundred tokens on Hopper: wgmma with the weights as the register operand, straight from
+// the packed format, so that all warps of a CTA share one copy of the activations.
 //
-// One producer warp keeps a ring of stages full: the packed weights of kWarpgroups * 64 outputs x 128 inputs by bulk copies, the
-// activations by the tensor copy engine. Each warpgroup turns its codes into 16-bit numbers (code - zero) * 2^-13, which is exact
-// for integer zeros: a mask (the pattern is the subnormal number code * 2^-133 or code * 2^-24) and one fused multiply-add. The sums
-// of a group stay exact products of 16-bit numbers in float32; the group's scale multiplies them there. CTAs of a cluster split the
-// inputs and add their sums in a fixed order through each other's shared memory. Nothing depends on the number of tokens but the
-// number of CTAs, so a token's result does not depend on the others of a call.
+// One producer warp keeps a ring of stages full: the packed weights of kWarpgroups * 64 outputs x 128 inputs by bulk
+// copies, the activations by the tensor copy engine. Each warpgroup turns its codes into 16-bit numbers (code - zero) *
+// 2^-13, which is exact for integer zeros: a mask (the pattern is the subnormal number code * 2^-133 or code * 2^-24)
+// and one fused multiply-add. The sums of a group stay exact products of 16-bit numbers in float32; the group's scale
+// multiplies them there. CTAs of a cluster split the inputs and add their sums in a fixed order through each other's
+// shared memory. Nothing depends on the number of tokens but the number of CTAs, so a token's result does not depend on
+// the others of a call.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,7 +30,8 @@ constexpr int kStageK = 128;
 constexpr int kStageSteps = kStageK / 16;
 constexpr int kMaxStages = 10;
 constexpr int kRotation = 5;
-constexpr int kBarrierBytes = 1024;  // two barriers for each stage; 1024 keeps the ring aligned for the 128-byte swizzle
+constexpr int kBarrierBytes =
+    1024;  // two barriers for each stage; 1024 keeps the ring aligned for the 128-byte swizzle
 constexpr int kMultiprocessorBytes = 228 << 10;
 
 template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_>
@@ -37,33 +39,35 @@ struct Shape {
   using X = X_;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
-  static constexpr int kWarpgroups = kWarpgroups_;               // 64 outputs each
-  static constexpr int kFlushes = kFlushes_;                     // group ends in a stage: 1, or 4 for groups of 32 and 64
+  static constexpr int kWarpgroups = kWarpgroups_;  // 64 outputs each
+  static constexpr int kFlushes = kFlushes_;        // group ends in a stage: 1, or 4 for groups of 32 and 64
   static constexpr int kRows = kWarpgroups * kTileN;
-  static constexpr int kThreads = (kWarpgroups + 1) * 128;       // the last warpgroup produces
+  static constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
 
-  // Four warpgroups fill a multiprocessor. Of two, two CTAs share it, so that one streams while the other starts or ends; from 64
-  // tokens on the accumulators leave no room for that.
+  // Four warpgroups fill a multiprocessor. Of two, two CTAs share it, so that one streams while the other starts or
+  // ends; from 64 tokens on the accumulators leave no room for that.
   static constexpr int kCtas = kWarpgroups == 4 || kTokens > 32 ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kWarpgroups == 4 ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
-  static constexpr int kConsumerRegisters = (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) / kWarpgroups) / 8 * 8;
+  static constexpr int kConsumerRegisters =
+      (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) / kWarpgroups) / 8 * 8;
   static_assert(kConsumerRegisters <= 232);
 
-  static constexpr int kTiles = kStageK / tile_k(kBits);         // packed tiles of a stage along the inputs
-  static constexpr int kHalfBytes = kTokens * 128;               // activations: two boxes of 64 inputs
+  static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
+  static constexpr int kHalfBytes = kTokens * 128;        // activations: two boxes of 64 inputs
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
-  static constexpr int kScaleBytes = kFlushes * kRows * 4;       // as many groups end in a stage; every type has room
+  static constexpr int kScaleBytes = kFlushes * kRows * 4;  // as many groups end in a stage; every type has room
   static constexpr int kZeroBytes = kFlushes * kRows;
   static constexpr int kWeightsAt = kXBytes;
   static constexpr int kScalesAt = kWeightsAt + kWeightBytes;
   static constexpr int kZerosAt = kScalesAt + kScaleBytes;
   static constexpr int kStageBytes = (kZerosAt + kZeroBytes + 1023) / 1024 * 1024;
-  static constexpr int kFit = (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
+  static constexpr int kFit =
+      (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
-  static constexpr int kPartialStride = kRows + 4;               // floats of a token's partial sums
+  static constexpr int kPartialStride = kRows + 4;  // floats of a token's partial sums
   static_assert(kStages >= 3 && kTokens * kPartialStride * 4 <= kStages * kStageBytes);
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
 };
@@ -89,12 +93,13 @@ struct Params {
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
 };
 
-// (code - zero) * 2^-13 for pairs of codes. `factor` undoes the power of two of a masked code, 16 times as large in odd pairs of int4.
+// (code - zero) * 2^-13 for pairs of codes. `factor` undoes the power of two of a masked code, 16 times as large in odd
+// pairs of int4.
 template <typename X>
 struct Convert {
   static constexpr bool kBf16 = std::is_same_v<X, __nv_bfloat16>;
-  static constexpr uint32_t kFactor = kBf16 ? 0x7b807b80u : 0x68006800u;         // 2^120, 2^11
-  static constexpr uint32_t kFactorOfOdd = kBf16 ? 0x79807980u : 0x58005800u;    // 2^116, 2^7
+  static constexpr uint32_t kFactor = kBf16 ? 0x7b807b80u : 0x68006800u;       // 2^120, 2^11
+  static constexpr uint32_t kFactorOfOdd = kBf16 ? 0x79807980u : 0x58005800u;  // 2^116, 2^7
   static constexpr float kUnscale = 0x1p+13f;
 
   __device__ static uint32_t minus_zero(float zero) {  // both halves -zero * 2^-13
@@ -167,8 +172,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int first_stage = static_cast<int>(static_cast<int64_t>(stages) * rank / params.cluster);
   const int end_stage = static_cast<int>(static_cast<int64_t>(stages) * (rank + 1) / params.cluster);
   const int stage_count = end_stage - first_stage;
-  // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share memory channels:
-  // each begins somewhere else in its run, and wraps around.
+  // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share
+  // memory channels: each begins somewhere else in its run, and wraps around.
   const int rotation = stage_count > 0 ? row_block * kRotation % stage_count : 0;
   const auto stage_at = [&](int index) {
     const int at = index + rotation;
@@ -183,9 +188,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* zeros = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride;
 
+  const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
+  const int producers = max(row_tiles, 2);
+
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
-      ptx::barrier_init(full + i, 1);
+      ptx::barrier_init(full + i, producers);
       ptx::barrier_init(empty + i, S::kWarpgroups * 4);
     }
     ptx::barrier_init_fence();
@@ -194,17 +202,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
   if (warp >= S::kWarpgroups * 4) {
     ptx::lower_registers<S::kProducerRegisters>();
-    // Warp w of the producer brings the weights of row tile w; the first also activations, the second scales and zeros. All lanes walk
-    // along, so that addresses stay in uniform registers, and one of them issues.
+    // Warp w of the producer brings the weights of row tile w; the first also activations, the second scales and zeros.
+    // All lanes walk along, so that addresses stay in uniform registers, and one of them issues.
     const int producer = __shfl_sync(0xffffffffu, warp, 0) - S::kWarpgroups * 4;
-    const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
     const uint32_t* words = args.qw + batch * args.qw_batch_stride + (n0 / kTileN + producer) * k_tiles * kTileWords;
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - n0));
     const int scale_row_bytes = outputs * scale_size;
     const int zero_row_bytes = has_zeros ? outputs : 0;
     RingPosition<S::kStages> at;
-    if (producer < 2 || producer < row_tiles) {
+    if (producer < producers) {
       for (int index = 0; index < stage_count; ++index, at.advance()) {
         const int stage = stage_at(index);
         if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
@@ -213,10 +220,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         uint64_t* done = full + at.slot;
         const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
         const int groups = grouped ? min(S::kFlushes, blocks - stage * (kStageK / 32)) : 0;
-        if (producer == 0) ptx::barrier_expect(done, S::kXBytes + row_tiles * tile_bytes + groups * (scale_row_bytes + zero_row_bytes));
+        const int mine = producer == 0 ? S::kXBytes : producer == 1 ? groups * (scale_row_bytes + zero_row_bytes) : 0;
+        ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
         if (producer < row_tiles) {
-          ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes, words + static_cast<int64_t>(stage) * S::kTiles * kTileWords,
-                         tile_bytes, done);
+          ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
+                         words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
         }
         if (producer == 0) {
           ptx::tensor_copy_3d(to, &x_map, stage * kStageK, m0, x_batch, done);
@@ -240,12 +248,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const bool wide_scales = args.scale_dtype == DType::kF32;
     const bool bf16_scales = args.scale_dtype == DType::kBF16;
     float scale[2];
-    uint32_t zero[2] = {C::minus_zero(static_cast<float>(bias_of(S::kBits))), C::minus_zero(static_cast<float>(bias_of(S::kBits)))};
+    uint32_t zero[2] = {C::minus_zero(static_cast<float>(bias_of(S::kBits))),
+                        C::minus_zero(static_cast<float>(bias_of(S::kBits)))};
     const auto set_scales = [&](const uint8_t* at) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t bits = wide_scales ? reinterpret_cast<const uint32_t*>(at)[8 * i] : reinterpret_cast<const uint16_t*>(at)[8 * i];
-        const float narrow = bf16_scales ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+        const uint32_t bits =
+            wide_scales ? reinterpret_cast<const uint32_t*>(at)[8 * i] : reinterpret_cast<const uint16_t*>(at)[8 * i];
+        const float narrow =
+            bf16_scales ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
         scale[i] = (wide_scales ? __uint_as_float(bits) : narrow) * C::kUnscale;
       }
     };
@@ -272,7 +283,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       __syncwarp();
       if (lane == 0) ptx::barrier_arrive(empty + slot);
     };
-    const auto convert_steps = [&](const uint8_t* data, int step, uint32_t(*to)[4]) {
+    const auto convert_steps = [&](const uint8_t* data, int step, uint32_t (*to)[4]) {
       const uint8_t* words = data + S::kWeightsAt + (warpgroup * S::kTiles + step / kVectorSteps) * kTileBytes;
       convert<X, S::kBits>(reinterpret_cast<const uint4*>(words)[warp % 4 * 32 + lane], zero[0], zero[1], to);
     };
@@ -377,7 +388,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const float* at = partial + token * S::kPartialStride + quad * 4;
     float sum[4] = {};
     for (int other = 0; other < params.cluster; ++other) {
-      const float4 v = params.cluster == 1 ? *reinterpret_cast<const float4*>(at) : ptx::load4_shared_of_rank(at, other);
+      const float4 v =
+          params.cluster == 1 ? *reinterpret_cast<const float4*>(at) : ptx::load4_shared_of_rank(at, other);
       sum[0] += v.x;
       sum[1] += v.y;
       sum[2] += v.z;
@@ -410,7 +422,8 @@ cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_
   shape.cluster = config.cluster;
   shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
   if (S::kCtas > 1 && shape.grid.x * shape.grid.y <= static_cast<unsigned>(config.multiprocessors)) {
-    // The scheduler would put a cluster's CTAs together on few multiprocessors; too much shared memory for two keeps them apart.
+    // The scheduler would put a cluster's CTAs together on few multiprocessors; too much shared memory for two keeps
+    // them apart.
     shape.shared_bytes = std::max(shape.shared_bytes, kMultiprocessorBytes / 2);
   }
   return launch_kernel(warpgroup_matmul<S>, shape, stream, p, map);
@@ -448,7 +461,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   }
   const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
   if (args.bits == 4) {
-    return small_groups ? launch_tokens<X, 4, 4>(params, config, stream) : launch_tokens<X, 4, 1>(params, config, stream);
+    return small_groups ? launch_tokens<X, 4, 4>(params, config, stream)
+                        : launch_tokens<X, 4, 1>(params, config, stream);
   }
   return small_groups ? launch_tokens<X, 8, 4>(params, config, stream) : launch_tokens<X, 8, 1>(params, config, stream);
 }

@@ -11,14 +11,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// sm_75 has neither asynchronous copies nor bf16 tensor cores: there copies are plain loads and stores, and bf16 kernels are never
-// launched (dispatch.h).
+// sm_75 has neither asynchronous copies nor bf16 tensor cores: there copies are plain loads and stores, and bf16
+// kernels are never launched (dispatch.h).
 
 // 16 bytes global -> shared without passing through registers or L1.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(shared_address(shared)), "l"(global)
-               : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(shared_address(shared)), "l"(global) : "memory");
 #else
   *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
 #endif
@@ -67,7 +66,8 @@ __device__ __forceinline__ void cp_async_wait_all_but(int pending) {
   }
 }
 
-// d[16 x 8] += a[16 x 16] b[16 x 8] over a warp, accumulated in float32: lane 4g + t holds rows g, g + 8 of a and d, column g of b.
+// d[16 x 8] += a[16 x 16] b[16 x 8] over a warp, accumulated in float32: lane 4g + t holds rows g, g + 8 of a and d,
+// column g of b.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   asm volatile(
@@ -106,7 +106,8 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// Thread-block clusters (sm_90): CTAs that share an output tile add their partial sums through each other's shared memory.
+// Thread-block clusters (sm_90): CTAs that share an output tile add their partial sums through each other's shared
+// memory.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory"); }
 
