@@ -24,7 +24,7 @@ from jax_wonly.progress import progress
 RESULTS = Path(__file__).parent / "results" / "h100-matmul.json"
 L2_BYTES = 50 << 20
 TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
-OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4000, 4104))
+OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
 
 
 def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
@@ -52,7 +52,8 @@ SUITES = {
     + [case(k, n, m, bits=8) for k, n in TABLE for m in (1, 16) if (k, n) != (8192, 8192)]
     + [case(8192, 8192, m, dtype="float32") for m in (1, 8, 16)],
     "shapes": [case(k, n, m) for k, n in OTHERS for m in (1, 16, 64)]
-    + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)],
+    + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)]
+    + [case(4128, 4096, m, group_size=32) for m in (1, 16)],
 }
 
 

@@ -76,7 +76,9 @@ def main() -> None:
             if strips == "0":
                 name = f"warpgroup: {8 * int(tiles)} tokens, {warps} warpgroups, cluster {cluster}"
             else:
-                name = f"stream: {strips} strips, {tiles} token tiles, {warps} warps, cluster {cluster}, {ctas} CTAs a SM"
+                name = (
+                    f"stream: {strips} strips, {tiles} token tiles, {warps} warps, cluster {cluster}, {ctas} CTAs a SM"
+                )
             print(f"{k:6} x {n:6} M {m:4} {us:8.2f} us {gbps:>5} GB/s  {name}")
 
 
