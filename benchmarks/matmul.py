@@ -160,6 +160,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=15, help="calls in a turn (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
     parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
+    parser.add_argument("--commit", help="of this tree, where git cannot tell")
     args = parser.parse_args()
     device = jax.devices()[0]
     if device.platform != "gpu":
@@ -179,7 +180,7 @@ def main() -> None:
             "device": device.device_kind,
             "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
             "jax": jax.__version__,
-            "commit": command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+            "commit": args.commit or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
             "rows": list(rows.values()),
         }
         args.output.write_text(json.dumps(report, indent=1) + "\n")
