@@ -369,8 +369,8 @@ class TestBadOperands:
             ("group_size = 0 does not divide", {"group_size": 0, "groups": 1}),
             ("quantize_mode = 4", {"mode": 4}),
             ("2 results", {"mode": 1, "results": False}),
-            ("not u8", {"mode": 1, "shift_dtype": "float32"}),
-            ("another element type", {"mode": 2, "shift_dtype": "float16"}),
+            ("shift has element type F32; accepted: U8", {"mode": 1, "shift_dtype": "float32"}),
+            ("shift has element type F16; accepted: F32", {"mode": 2, "shift_dtype": "float16"}),
             ("scales has shape", {"groups": 3}),
             ("scales has element type", {"scale_dtype": "int32"}),
         ):
@@ -384,7 +384,7 @@ class TestBadOperands:
         for match, operands, dtype, attributes in (
             ("the result has element type", (qw, scales), "int8", {}),
             ("optional operands", (qw, scales, scales), "float32", {}),
-            ("zeros operand is missing", (qw, scales), "float32", {"shift_mode": 1}),
+            ("0 optional operands; the attributes call for 1", (qw, scales), "float32", {"shift_mode": 1}),
             ("qw has shape", (qw[:, :, :, :100], scales), "float32", {}),
             ("bits = 0", (qw, scales), "float32", {"bits": 0}),
         ):

@@ -20,10 +20,6 @@ struct Rows {
   DType type = DType::kF32;
 };
 
-WONLY_ALWAYS_INLINE constexpr int64_t size_of(DType type) {
-  return type == DType::kF32 ? 4 : type == DType::kU8 ? 1 : 2;
-}
-
 // Packed weights of one batch entry and their parameters: qw[Nt, Kt, 512], scales[groups, n], shift[groups, n].
 struct Weights {
   const uint32_t* qw;

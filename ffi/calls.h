@@ -1,0 +1,295 @@
+// The custom calls of abi.h as XLA hands them over: their signatures, and the checks of operands and attributes that
+// handlers on every platform make before they touch memory. What passes comes back as plain structs.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <sstream>
+#include <string>
+
+#include "abi.h"
+#include "layout.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace wonly {
+
+namespace ffi = xla::ffi;
+
+#define WONLY_RETURN_IF_ERROR(expression) \
+  if (ffi::Error error = (expression); error.failure()) return error
+
+template <typename... Parts>
+ffi::Error invalid(const Parts&... parts) {
+  std::ostringstream message;
+  message << "jax_wonly: ";
+  (message << ... << parts);
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, message.str());
+}
+
+// An array operand or result of a float type, or u8 where that is allowed.
+struct Operand {
+  char* data = nullptr;  // null: the call has none
+  DType type = DType::kF32;
+  int64_t stride = 0;  // elements from one batch entry to the next; 0: all share one
+
+  char* at(int64_t batch) const { return data == nullptr ? nullptr : data + batch * stride * element_size(type); }
+};
+
+// A packed weight and its parameters: qw[Nt, Kt, 512], scales[groups, N], shift[groups, N] for each batch entry.
+struct WeightOperands {
+  const uint32_t* qw = nullptr;
+  int64_t qw_stride = 0;  // as Operand::stride
+  Operand scales, shift;
+  ShiftMode shift_mode = ShiftMode::kNone;
+  int bits = 4;
+  int64_t k = 0, n = 0, groups = 0;
+};
+
+// y[batch, m, n] = activation(x[batch, m, k] @ W + bias[batch, n])
+struct MatmulOperands {
+  Operand x, bias, y;
+  WeightOperands weights;
+  int64_t batch = 0, m = 0;
+  Activation activation = Activation::kNone;
+};
+
+// qw[batch, Nt, Kt, 512], scales[batch, groups, n], (shift[batch, groups, n]) of w[batch, k, n]
+struct QuantizeOperands {
+  Operand w, scales, shift;
+  uint32_t* qw = nullptr;
+  QuantizeMode mode = QuantizeMode::kSymmetric;
+  int bits = 4;
+  int64_t batch = 0, k = 0, n = 0, groups = 0;
+};
+
+// w[batch, k, n] of packed weights
+struct DequantizeOperands {
+  WeightOperands weights;
+  Operand w;
+  int64_t batch = 0;
+};
+
+template <typename Context>
+auto bind_matmul() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // x
+      .template Arg<ffi::AnyBuffer>()  // qw
+      .template Arg<ffi::AnyBuffer>()  // scales
+      .RemainingArgs()                 // shift, bias
+      .template Ret<ffi::AnyBuffer>()  // y
+      .template Attr<int64_t>("bits")
+      .template Attr<int64_t>("shift_mode")
+      .template Attr<int64_t>("has_bias")
+      .template Attr<int64_t>("activation");
+}
+
+template <typename Context>
+auto bind_quantize() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // w
+      .template Ret<ffi::AnyBuffer>()  // qw
+      .template Ret<ffi::AnyBuffer>()  // scales
+      .RemainingRets()                 // shift
+      .template Attr<int64_t>("bits")
+      .template Attr<int64_t>("group_size")
+      .template Attr<int64_t>("quantize_mode");
+}
+
+template <typename Context>
+auto bind_dequantize() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // qw
+      .template Arg<ffi::AnyBuffer>()  // scales
+      .RemainingArgs()                 // shift
+      .template Ret<ffi::AnyBuffer>()  // w
+      .template Attr<int64_t>("bits")
+      .template Attr<int64_t>("shift_mode");
+}
+
+inline std::string shape_text(ffi::AnyBuffer::Dimensions dims) {
+  std::ostringstream text;
+  text << "[";
+  for (size_t i = 0; i < dims.size(); ++i) text << (i ? ", " : "") << dims[i];
+  text << "]";
+  return text.str();
+}
+
+inline ffi::Error check_rank3(const char* name, const ffi::AnyBuffer& buffer) {
+  if (buffer.dimensions().size() == 3) return ffi::Error::Success();
+  return invalid(name, " has shape ", shape_text(buffer.dimensions()), "; accepted: rank 3");
+}
+
+inline ffi::Error check_inputs(const char* name, int64_t k) {
+  if (k >= 1) return ffi::Error::Success();
+  return invalid(name, " has K = 0; accepted: at least 1");
+}
+
+inline ffi::Error check_bits(int64_t bits) {
+  if (bits == 4 || bits == 8) return ffi::Error::Success();
+  return invalid("bits = ", bits, "; accepted: 4, 8");
+}
+
+// An attribute that is one of the values 0 .. last of an enumeration.
+inline ffi::Error check_choice(const char* name, int64_t value, int64_t last) {
+  if (value >= 0 && value <= last) return ffi::Error::Success();
+  return invalid(name, " = ", value, "; accepted: 0 to ", last);
+}
+
+inline ffi::Error check_type(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType expected) {
+  if (buffer.element_type() == expected) return ffi::Error::Success();
+  return invalid(name, " has element type ", buffer.element_type(), "; accepted: ", expected);
+}
+
+// `shape`: the sizes after the leading one, which is `batch` or, for what a batch may share, 1.
+inline ffi::Error check_shape(const char* name, const ffi::AnyBuffer& buffer, int64_t batch, bool shared,
+                              std::initializer_list<int64_t> shape) {
+  const auto dims = buffer.dimensions();
+  bool good = dims.size() == shape.size() + 1 && (dims[0] == batch || (shared && dims[0] == 1));
+  size_t i = 1;
+  for (const int64_t size : shape) {
+    good = good && dims[i] == size;
+    ++i;
+  }
+  if (good) return ffi::Error::Success();
+  std::ostringstream accepted;
+  accepted << "[" << batch << (shared && batch != 1 ? " or 1" : "");
+  for (const int64_t size : shape) accepted << ", " << size;
+  accepted << "]";
+  return invalid(name, " has shape ", shape_text(dims), "; accepted: ", accepted.str());
+}
+
+inline int64_t batch_stride(const ffi::AnyBuffer& buffer) {
+  const auto dims = buffer.dimensions();
+  if (dims[0] == 1) return 0;
+  int64_t stride = 1;
+  for (size_t i = 1; i < dims.size(); ++i) stride *= dims[i];
+  return stride;
+}
+
+inline ffi::Error check_operand(const char* name, const ffi::AnyBuffer& buffer, int64_t batch, bool shared,
+                                std::initializer_list<int64_t> shape, bool integers, Operand& out) {
+  switch (buffer.element_type()) {
+    case ffi::DataType::F16:
+      out.type = DType::kF16;
+      break;
+    case ffi::DataType::BF16:
+      out.type = DType::kBF16;
+      break;
+    case ffi::DataType::F32:
+      out.type = DType::kF32;
+      break;
+    case ffi::DataType::U8:
+      if (integers) {
+        out.type = DType::kU8;
+        break;
+      }
+      [[fallthrough]];
+    default:
+      return invalid(name, " has element type ", buffer.element_type(), "; accepted: F16, BF16, F32",
+                     integers ? ", U8" : "");
+  }
+  WONLY_RETURN_IF_ERROR(check_shape(name, buffer, batch, shared, shape));
+  out.data = static_cast<char*>(buffer.untyped_data());
+  out.stride = batch_stride(buffer);
+  return ffi::Error::Success();
+}
+
+// `has_bias` is what the call's operands may hold besides a shift.
+inline ffi::Error check_weights(const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales, const ffi::RemainingArgs& rest,
+                                int64_t bits, int64_t shift_mode, bool has_bias, int64_t batch, int64_t k, int64_t n,
+                                WeightOperands& out) {
+  WONLY_RETURN_IF_ERROR(check_bits(bits));
+  WONLY_RETURN_IF_ERROR(check_choice("shift_mode", shift_mode, static_cast<int64_t>(ShiftMode::kOffsets)));
+  out.bits = static_cast<int>(bits);
+  out.shift_mode = static_cast<ShiftMode>(shift_mode);
+  out.k = k;
+  out.n = n;
+  const size_t optional = size_t{out.shift_mode != ShiftMode::kNone} + size_t{has_bias};
+  if (rest.size() != optional) {
+    return invalid(rest.size(), " optional operands; the attributes call for ", optional);
+  }
+  WONLY_RETURN_IF_ERROR(check_type("qw", qw, ffi::DataType::U32));
+  WONLY_RETURN_IF_ERROR(
+      check_shape("qw", qw, batch, true, {ceil_div(n, kTileN), ceil_div(k, tile_k(out.bits)), kTileWords}));
+  out.qw = static_cast<const uint32_t*>(qw.untyped_data());
+  out.qw_stride = batch_stride(qw);
+  WONLY_RETURN_IF_ERROR(check_rank3("scales", scales));
+  out.groups = scales.dimensions()[1];
+  if (out.groups < 1 || k % out.groups != 0) {
+    return invalid("scales has ", out.groups, " groups, which do not divide K = ", k);
+  }
+  WONLY_RETURN_IF_ERROR(check_operand("scales", scales, batch, true, {out.groups, n}, false, out.scales));
+  if (out.shift_mode == ShiftMode::kNone) return ffi::Error::Success();
+  const bool zeros = out.shift_mode == ShiftMode::kZeros;
+  return check_operand(zeros ? "zeros" : "offsets", *rest.get<ffi::AnyBuffer>(0), batch, true, {out.groups, n}, zeros,
+                       out.shift);
+}
+
+inline ffi::Error check_matmul(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
+                               const ffi::RemainingArgs& rest, const ffi::AnyBuffer& y, int64_t bits,
+                               int64_t shift_mode, int64_t has_bias, int64_t activation, MatmulOperands& out) {
+  WONLY_RETURN_IF_ERROR(check_rank3("x", x));
+  WONLY_RETURN_IF_ERROR(check_rank3("the result", y));
+  const int64_t k = x.dimensions()[2], n = y.dimensions()[2];
+  out.batch = y.dimensions()[0];
+  out.m = y.dimensions()[1];
+  WONLY_RETURN_IF_ERROR(check_operand("x", x, out.batch, true, {out.m, k}, false, out.x));
+  WONLY_RETURN_IF_ERROR(check_inputs("x", k));
+  WONLY_RETURN_IF_ERROR(check_operand("the result", y, out.batch, false, {out.m, n}, false, out.y));
+  WONLY_RETURN_IF_ERROR(check_choice("has_bias", has_bias, 1));
+  WONLY_RETURN_IF_ERROR(check_choice("activation", activation, static_cast<int64_t>(Activation::kSilu)));
+  out.activation = static_cast<Activation>(activation);
+  WONLY_RETURN_IF_ERROR(check_weights(qw, scales, rest, bits, shift_mode, has_bias == 1, out.batch, k, n, out.weights));
+  if (has_bias == 0) return ffi::Error::Success();
+  return check_operand("bias", *rest.get<ffi::AnyBuffer>(rest.size() - 1), out.batch, true, {n}, false, out.bias);
+}
+
+inline ffi::Error check_quantize(const ffi::AnyBuffer& w, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
+                                 const ffi::RemainingRets& rest, int64_t bits, int64_t group_size,
+                                 int64_t quantize_mode, QuantizeOperands& out) {
+  WONLY_RETURN_IF_ERROR(check_rank3("w", w));
+  const int64_t batch = w.dimensions()[0], k = w.dimensions()[1], n = w.dimensions()[2];
+  WONLY_RETURN_IF_ERROR(check_operand("w", w, batch, false, {k, n}, false, out.w));
+  WONLY_RETURN_IF_ERROR(check_inputs("w", k));
+  WONLY_RETURN_IF_ERROR(check_bits(bits));
+  WONLY_RETURN_IF_ERROR(check_choice("quantize_mode", quantize_mode, static_cast<int64_t>(QuantizeMode::kOffsets)));
+  if (group_size < 1 || k % group_size != 0) {
+    return invalid("group_size = ", group_size, " does not divide K = ", k);
+  }
+  out.batch = batch;
+  out.k = k;
+  out.n = n;
+  out.groups = k / group_size;
+  out.bits = static_cast<int>(bits);
+  out.mode = static_cast<QuantizeMode>(quantize_mode);
+  WONLY_RETURN_IF_ERROR(check_type("qw", qw, ffi::DataType::U32));
+  WONLY_RETURN_IF_ERROR(
+      check_shape("qw", qw, batch, false, {ceil_div(n, kTileN), ceil_div(k, tile_k(out.bits)), kTileWords}));
+  out.qw = static_cast<uint32_t*>(qw.untyped_data());
+  WONLY_RETURN_IF_ERROR(check_operand("scales", scales, batch, false, {out.groups, n}, false, out.scales));
+  const size_t shifts = out.mode == QuantizeMode::kSymmetric ? 0 : 1;
+  if (rest.size() != shifts) {
+    return invalid(2 + rest.size(), " results; quantize_mode calls for ", 2 + shifts);
+  }
+  if (shifts == 0) return ffi::Error::Success();
+  const ffi::AnyBuffer shift = **rest.get<ffi::AnyBuffer>(0);
+  const bool integers = out.mode == QuantizeMode::kIntegerZeros;
+  WONLY_RETURN_IF_ERROR(check_type("shift", shift, integers ? ffi::DataType::U8 : scales.element_type()));
+  return check_operand("shift", shift, batch, false, {out.groups, n}, true, out.shift);
+}
+
+inline ffi::Error check_dequantize(const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
+                                   const ffi::RemainingArgs& rest, const ffi::AnyBuffer& w, int64_t bits,
+                                   int64_t shift_mode, DequantizeOperands& out) {
+  WONLY_RETURN_IF_ERROR(check_rank3("the result", w));
+  const int64_t k = w.dimensions()[1], n = w.dimensions()[2];
+  out.batch = w.dimensions()[0];
+  WONLY_RETURN_IF_ERROR(check_operand("the result", w, out.batch, false, {k, n}, false, out.w));
+  WONLY_RETURN_IF_ERROR(check_inputs("the result", k));
+  return check_weights(qw, scales, rest, bits, shift_mode, false, out.batch, k, n, out.weights);
+}
+
+}  // namespace wonly
