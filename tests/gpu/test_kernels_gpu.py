@@ -1,0 +1,99 @@
+"""What only the CUDA kernels can get wrong: huge activations, dependence on other tokens, threads, replays."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import DTYPES, assert_product, random_weight, random_x
+
+import jax_wonly as jw
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("m", [3, 40])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros", "offsets"])
+def test_infinities_keep_their_sign(rng, mode, x_dtype, m):
+    """An infinity times a weight, as in a dense product: its sign is the weight's, and zero makes it NaN."""
+    k, n, at = 512, 200, 77
+    weight = random_weight(rng, k, n, group_size=128, mode=mode)
+    x = np.abs(np.asarray(random_x(rng, (m, k), x_dtype)).astype(np.float32))
+    x[1, at], x[2, at] = np.inf, -np.inf
+    y = np.asarray(jw.matmul(jnp.asarray(x).astype(DTYPES[x_dtype]), weight.qt, implementation="cuda")).astype(
+        np.float64
+    )
+    with np.errstate(invalid="ignore"):
+        expected = np.inf * weight.dense[at]
+    np.testing.assert_array_equal(y[1], expected)
+    np.testing.assert_array_equal(y[2], -expected)
+    assert np.isfinite(y[[0, *range(3, m)]]).all()
+
+
+@pytest.mark.parametrize("m", [2, 24])
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("power", [-90, -40, 62, 63, 64, 100])
+def test_range_of_activations(rng, power, x_dtype, m):
+    """Every power of two of the activations, beside a token of ordinary size."""
+    weight = random_weight(rng, 384, 130, group_size=128)
+    unit = np.asarray(random_x(rng, (m, 384), x_dtype))
+    x = unit.copy()
+    x[0] = (x[0].astype(np.float64) * 2.0**power).astype(x.dtype)
+    y = np.asarray(jw.matmul(x, weight.qt, implementation="cuda")).copy()
+    y[0] = (y[0].astype(np.float64) * 2.0**-power).astype(y.dtype)  # exact: a power of two
+    assert_product(y, jnp.asarray(unit), weight)
+
+
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize(("few", "many"), [(1, 8), (3, 8), (9, 16), (17, 32), (33, 64)])
+def test_tokens_are_independent(rng, few, many, x_dtype):
+    """Within a kernel's range a token has the same bits whatever else is in the call."""
+    weight = random_weight(rng, 1024, 704, group_size=128)
+    x = random_x(rng, (many, 1024), x_dtype)
+    y = np.asarray(jw.matmul(x, weight.qt, implementation="cuda"))
+    np.testing.assert_array_equal(np.asarray(jw.matmul(x[:few], weight.qt, implementation="cuda")), y[:few])
+
+
+@pytest.mark.parametrize("m", [4, 20, 150])
+@pytest.mark.parametrize("mode", ["symmetric", "offsets"])
+def test_threads(rng, mode, m):
+    weights = [random_weight(rng, 512, 320, group_size=64, mode=mode) for _ in range(4)]
+    xs = [random_x(rng, (m, 512), "bfloat16") for _ in range(4)]
+    product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
+    expected = [np.asarray(product(x, w.qt)) for x, w in zip(xs, weights, strict=True)]
+    wrong = []
+
+    def work(i):
+        for repeat in range(25):
+            j = (i + repeat) % 4
+            if not np.array_equal(np.asarray(product(xs[j], weights[j].qt)), expected[j]):
+                wrong.append((i, repeat))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("m", [1, 16, 100])
+def test_replays_have_the_same_bits(rng, m):
+    """A chain of products that XLA captures into a CUDA graph after its first run."""
+    weight = random_weight(rng, 1024, 1024, group_size=128)
+
+    @jax.jit
+    def chain(x):
+        for _ in range(6):
+            y = jw.matmul(x, weight.qt, implementation="cuda")
+            x = (y / (1 + jnp.abs(y))).astype(x.dtype)
+        return x
+
+    x = random_x(rng, (m, 1024), "bfloat16")
+    first = np.asarray(chain(x))
+    assert np.abs(first.astype(np.float32)).max() > 0.1
+    for _ in range(200):
+        last = chain(x)
+    np.testing.assert_array_equal(np.asarray(last), first)
