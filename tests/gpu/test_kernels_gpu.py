@@ -34,7 +34,7 @@ def test_infinities_keep_their_sign(rng, mode, x_dtype, m):
 
 @pytest.mark.parametrize("m", [2, 24])
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("power", [-90, -40, 62, 63, 64, 100])
+@pytest.mark.parametrize("power", [-40, 62, 63, 64, 100])
 def test_range_of_activations(rng, power, x_dtype, m):
     """Every power of two of the activations, beside a token of ordinary size."""
     weight = random_weight(rng, 384, 130, group_size=128)
