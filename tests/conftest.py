@@ -34,6 +34,14 @@ def pytest_report_header(config):
     return f"jax_wonly: {_SEED}={os.environ[_SEED]}"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:  # -q leaves the header out
+        report.sections.append(("Seed", f"{_SEED}={os.environ[_SEED]}"))
+    return report
+
+
 @pytest.fixture
 def seed(request) -> int:
     return zlib.crc32(f"{os.environ[_SEED]}:{request.node.nodeid}".encode())
