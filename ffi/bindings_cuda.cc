@@ -38,6 +38,24 @@ ffi::Error check_sizes(int64_t batch, int64_t m, int64_t k, int64_t n, int64_t g
   return invalid("scales has ", groups, " groups for K = ", k, "; accepted: 1, or groups of 32, 64, 128 or 256 inputs");
 }
 
+// The weight's fields of MatmulArgs or DequantizeArgs.
+template <typename Args>
+void set_weights(Args& args, const WeightOperands& weights) {
+  args.qw = weights.qw;
+  args.scales = weights.scales.data;
+  args.shift = weights.shift.data;
+  args.qw_batch_stride = weights.qw_stride;
+  args.scales_batch_stride = weights.scales.stride;
+  args.shift_batch_stride = weights.shift.stride;
+  args.k = weights.k;
+  args.n = weights.n;
+  args.groups = weights.groups;
+  args.bits = weights.bits;
+  args.scale_dtype = weights.scales.type;
+  args.shift_dtype = weights.shift.type;
+  args.shift_mode = weights.shift_mode;
+}
+
 ffi::Error launched(const char* what, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string("jax_wonly: ") + what +
@@ -53,29 +71,17 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   WONLY_RETURN_IF_ERROR(check_sizes(operands.batch, operands.m, weights.k, weights.n, weights.groups));
   if (y->element_count() == 0) return ffi::Error::Success();
   MatmulArgs args{};
+  set_weights(args, weights);
   args.x = operands.x.data;
-  args.qw = weights.qw;
-  args.scales = weights.scales.data;
-  args.shift = weights.shift.data;
   args.bias = operands.bias.data;
   args.y = operands.y.data;
   args.batch = operands.batch;
   args.x_batch_stride = operands.x.stride;
-  args.qw_batch_stride = weights.qw_stride;
-  args.scales_batch_stride = weights.scales.stride;
-  args.shift_batch_stride = weights.shift.stride;
   args.bias_batch_stride = operands.bias.stride;
   args.m = operands.m;
-  args.k = weights.k;
-  args.n = weights.n;
-  args.groups = weights.groups;
-  args.bits = weights.bits;
   args.x_dtype = operands.x.type;
-  args.scale_dtype = weights.scales.type;
-  args.shift_dtype = weights.shift.type;
   args.bias_dtype = operands.bias.type;
   args.y_dtype = operands.y.type;
-  args.shift_mode = weights.shift_mode;
   args.has_bias = has_bias == 1;
   args.activation = operands.activation;
   return launched("the product", launch_matmul(args, stream));
@@ -112,22 +118,10 @@ ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer qw, ffi::AnyBuffer sca
   WONLY_RETURN_IF_ERROR(check_sizes(operands.batch, 1, weights.k, weights.n, weights.groups));
   if (w->element_count() == 0) return ffi::Error::Success();
   DequantizeArgs args{};
-  args.qw = weights.qw;
-  args.scales = weights.scales.data;
-  args.shift = weights.shift.data;
+  set_weights(args, weights);
   args.w = operands.w.data;
   args.batch = operands.batch;
-  args.qw_batch_stride = weights.qw_stride;
-  args.scales_batch_stride = weights.scales.stride;
-  args.shift_batch_stride = weights.shift.stride;
-  args.k = weights.k;
-  args.n = weights.n;
-  args.groups = weights.groups;
-  args.bits = weights.bits;
-  args.scale_dtype = weights.scales.type;
-  args.shift_dtype = weights.shift.type;
   args.w_dtype = operands.w.type;
-  args.shift_mode = weights.shift_mode;
   return launched("dequantize", launch_dequantize(args, stream));
 }
 

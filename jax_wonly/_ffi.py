@@ -75,8 +75,7 @@ def _api_mismatch(module: str, built: tuple[int, int]) -> str | None:
         return None
     return (
         f"{module} was built against XLA FFI API {built[0]}.{built[1]}, but jaxlib {jaxlib_version} has "
-        f"{major}.{minor}: "
-        f"upgrade jax, or rebuild jax_wonly against this jaxlib (pip install --no-build-isolation)"
+        f"{major}.{minor}: upgrade jax, or rebuild jax_wonly against this jaxlib (pip install --no-build-isolation)"
     )
 
 
@@ -161,8 +160,7 @@ def use_native(implementation: str | None, platform: str) -> bool:
     if implementation in _PLATFORMS and implementation != platform:
         raise ValueError(
             f"jax_wonly: implementation={implementation!r} was asked for, but the computation is lowered for "
-            f"{platform!r}; "
-            f"accepted there: None, {platform!r}, 'dequantize', 'xla'."
+            f"{platform!r}; accepted there: None, {platform!r}, 'dequantize', 'xla'."
         )
     if platform not in _PLATFORMS:
         return False

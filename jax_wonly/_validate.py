@@ -65,8 +65,7 @@ def infer_bits(qw, k: int) -> int:
     if not fitting:
         raise ValueError(
             f"jax_wonly: qw has shape {tuple(qw.shape)}, which does not hold K={k} inputs (the last axis of x); "
-            "accepted for "
-            f"that K: {tiles(4, k, 1)[1]} (int4) or {tiles(8, k, 1)[1]} (int8) in axis -2."
+            f"accepted for that K: {tiles(4, k, 1)[1]} (int4) or {tiles(8, k, 1)[1]} (int8) in axis -2."
         )
     return fitting[0]
 

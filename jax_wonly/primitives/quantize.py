@@ -127,8 +127,7 @@ def _batch(operands, axes, **params):
 def _jvp(primals, tangents, **params):
     raise NotImplementedError(
         "jax_wonly: quantize has no derivative, because it rounds. Use jax.lax.stop_gradient(w), or "
-        "differentiate with respect to "
-        "the scales, zeros, offsets or x of matmul."
+        "differentiate with respect to the scales, zeros, offsets or x of matmul."
     )
 
 
