@@ -18,8 +18,8 @@ constexpr int kStreamTokens =
 stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   stream::Config config{};
   config.token_tiles = args.m <= 8 ? 1 : 2;
-  const int64_t passes = args.batch * ceil_div(args.m, 8 * config.token_tiles);
-  const auto ctas = [&](int atoms) { return passes * ceil_div(args.n, atoms * kAtomN); };
+  // Not of the number of tokens: a token's sums are split in the same way however many there are.
+  const auto ctas = [&](int atoms) { return args.batch * ceil_div(args.n, atoms * kAtomN); };
   const int64_t wanted = device.multiprocessors * 9 / 10;
   config.atoms = ctas(4) >= wanted ? 4 : ctas(2) >= wanted ? 2 : 1;
   config.cluster = 1;
