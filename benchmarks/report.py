@@ -8,7 +8,7 @@ A table stands between two comments, the first of which says in JSON what it sho
     <!-- end of results -->
 
 ``file`` is an object with a list ``rows`` of flat objects; its other entries describe the machine. ``where`` keeps the
-rows with those values, ``columns`` gives the fields to show and their headings. With ``"pivot": {"m": "M = "}`` and
+rows with those values (a list: any of them), ``columns`` gives the fields to show and their headings. With ``"pivot": {"m": "M = "}`` and
 ``"value": "ratio"`` each value of the field ``m`` becomes a column of ``ratio``; ``columns`` tells rows apart.
 ``--check`` writes nothing and fails if a page is not what its results say.
 """
@@ -59,7 +59,8 @@ def render(spec: dict) -> str:
     if not file.is_file():
         return "Not measured yet.\n"
     results = json.loads(file.read_text())
-    rows = [row for row in results["rows"] if all(row[key] == value for key, value in spec.get("where", {}).items())]
+    where = {key: value if isinstance(value, list) else [value] for key, value in spec.get("where", {}).items()}
+    rows = [row for row in results["rows"] if all(row[key] in values for key, values in where.items())]
     if not rows:
         return "Not measured yet.\n"
     columns = spec["columns"]
