@@ -8,9 +8,7 @@
 
 #include "cpu/handlers.h"
 #include "cpu/isa.h"
-#if defined(WONLY_CONVERSIONS_SELFTEST)
 #include "dequant/selftest_cpu.h"
-#endif
 
 namespace nb = nanobind;
 
@@ -50,7 +48,5 @@ NB_MODULE(_cpu, m) {
         "The instruction set in use. ValueError if JAX_WONLY_CPU_ISA names one that is unknown or not supported here.");
   m.def("force_isa", &force_isa, nb::arg("name"),
         "Use this instruction set from now on; '' restores the default. For tests.");
-#if defined(WONLY_CONVERSIONS_SELFTEST)
   wonly::register_conversions(m);
-#endif
 }

@@ -93,8 +93,7 @@ class QuantizedTensor:
                 kind = f"offsets {self.offsets.dtype}"
             return (
                 f"QuantizedTensor(int{self.bits}[{shape}], group_size={self.group_size}, {kind}, scales "
-                f"{self.scales.dtype}, "
-                f"{_readable(self.nbytes)})"
+                f"{self.scales.dtype}, {_readable(self.nbytes)})"
             )
         except (AttributeError, TypeError, IndexError):  # tree transformations may put anything in the place of arrays
             return (
@@ -113,8 +112,7 @@ class QuantizedTensor:
         if used > self.ndim - 2:
             raise IndexError(
                 f"jax_wonly: index {index!r} reaches K or N of a QuantizedTensor of shape {self.shape}; accepted: "
-                "indices of its "
-                f"{self.ndim - 2} leading axes (dequantize() it to slice inside)."
+                f"indices of its {self.ndim - 2} leading axes (dequantize() it to slice inside)."
             )
         return jax.tree.map(lambda a: a[parts], self)
 
@@ -133,8 +131,7 @@ class QuantizedTensor:
     def T(self):  # noqa: N802
         raise TypeError(
             "jax_wonly: a QuantizedTensor has no transpose, because its packing and scales go along K. Quantize "
-            "w.T, or use "
-            "qt.dequantize().T."
+            "w.T, or use qt.dequantize().T."
         )
 
     def __array__(self, *_, **__):

@@ -1,5 +1,4 @@
-// What one instruction set offers: the table of functions that the drivers in matmul.cc and quantize.cc share out over
-// threads.
+// What one instruction set offers: the table of functions whose tasks handlers.cc shares out over threads.
 #pragma once
 
 #include <cstddef>

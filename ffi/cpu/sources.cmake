@@ -1,15 +1,11 @@
 # The CPU module. One file per instruction set, each with its own flags; everything else is built for the base architecture.
-set(wonly_cpu_sources ffi/bindings_cpu.cc ffi/cpu/handlers.cc ffi/cpu/isa.cc ffi/cpu/engine_generic.cc)
+set(wonly_cpu_sources ffi/bindings_cpu.cc ffi/cpu/handlers.cc ffi/cpu/isa.cc ffi/cpu/engine_generic.cc
+    ffi/dequant/selftest_cpu.cc)
 set(wonly_cpu_x86 OFF)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(wonly_cpu_x86 ON)
   list(APPEND wonly_cpu_sources ffi/cpu/engine_avx2.cc ffi/cpu/engine_avx512.cc ffi/cpu/engine_avx512_vnni.cc
        ffi/cpu/engine_avx512_bf16.cc)
-endif()
-set(wonly_conversions_selftest OFF)
-if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/ffi/dequant/selftest_cpu.cc)
-  set(wonly_conversions_selftest ON)
-  list(APPEND wonly_cpu_sources ffi/dequant/selftest_cpu.cc)
 endif()
 
 wonly_module(_cpu ${wonly_cpu_sources})
@@ -30,7 +26,4 @@ if(wonly_cpu_x86)
   set_source_files_properties(
     ffi/cpu/engine_avx512_bf16.cc
     PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};${wonly_avx512_options};-mavx512vnni;-mavx512bf16")
-endif()
-if(wonly_conversions_selftest)
-  target_compile_definitions(_cpu PRIVATE WONLY_CONVERSIONS_SELFTEST=1)
 endif()
