@@ -123,7 +123,7 @@ def matmul(
 
 def _resolve_precision(precision) -> lax.Precision | None:
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # unknown to some stubs of JAX
         try:
             return None if precision is None else lax.Precision(precision)
         except ValueError:  # the configuration may name an algorithm, which only XLA's own products know
