@@ -121,7 +121,7 @@ def _kernel(x, qw, scales, *rest, p: Params) -> jax.Array:
     return y.astype(p.out_dtype)
 
 
-def _prefers_kernel(x, qw, scales, p: Params, platform: str) -> bool:
+def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
     """Whether the fused kernel runs, or the weights are dequantized for a dense product."""
     if p.transpose or p.implementation == "dequantize":
         return False
@@ -130,8 +130,17 @@ def _prefers_kernel(x, qw, scales, p: Params, platform: str) -> bool:
         return True
     from jax_wonly import _cuda_dispatch
 
-    group_size = p.k // scales.shape[1]
-    return _cuda_dispatch.use_kernel(m, p.k, scales.shape[-1], qw.shape[0], p.bits, group_size, x.dtype)
+    return _cuda_dispatch.use_kernel(
+        m,
+        p.k,
+        scales.shape[-1],
+        qw.shape[0],
+        p.bits,
+        x.dtype,
+        scales.dtype,
+        p.shift_mode,
+        shift[0].dtype if shift else None,
+    )
 
 
 def _is_zero(size) -> bool:
@@ -151,7 +160,8 @@ def _evaluate(x, qw, scales, *rest, params: Params, platform: str):
 def _native(x, qw, scales, *rest, params: Params, platform: str):
     """What one device computes of its shards."""
     p = params
-    if _prefers_kernel(x, qw, scales, p, platform):
+    shift, _ = _split(rest, p)
+    if _prefers_kernel(x, qw, scales, shift, p, platform):
         return _kernel(x, qw, scales, *rest, p=p)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
 

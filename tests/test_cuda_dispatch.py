@@ -1,0 +1,39 @@
+"""The choice between the fused CUDA kernels and the dense product."""
+
+import jax.numpy as jnp
+import pytest
+
+from jax_wonly import _cuda_dispatch
+from jax_wonly._abi import ShiftMode
+
+
+def choose(m, k=8192, n=8192, x=jnp.bfloat16, mode=ShiftMode.NONE, shift=None):
+    return _cuda_dispatch.use_kernel(m, k, n, 1, 4, x, jnp.bfloat16, mode, shift)
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["warpgroups", "no warpgroups"])
+def warpgroups(request, monkeypatch):
+    monkeypatch.setattr(_cuda_dispatch, "_has_warpgroups", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("x", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [(4096, 4096), (8192, 28672), (100, 70)])
+def test_few_tokens_are_fused(x, shape):
+    assert all(choose(m, *shape, x=x) for m in (1, 8, 16))
+
+
+def test_many_tokens_are_dense(warpgroups):
+    assert not choose(8192)
+    # Where the weights are read again for every 16 tokens, the dense product wins much earlier.
+    assert choose(512) == warpgroups
+    assert not choose(512, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16)
+    assert not choose(512, mode=ShiftMode.ZEROS, shift=jnp.bfloat16)
+    assert choose(512, mode=ShiftMode.ZEROS, shift=jnp.uint8) == warpgroups
+
+
+@pytest.mark.parametrize("mode", [ShiftMode.NONE, ShiftMode.OFFSETS])
+@pytest.mark.parametrize("x", [jnp.bfloat16, jnp.float32])
+def test_more_tokens_never_go_back_to_the_kernel(x, mode):
+    choices = [choose(m, x=x, mode=mode, shift=jnp.bfloat16) for m in (16, 32, 64, 128, 256, 512, 1024, 4096, 16384)]
+    assert choices == sorted(choices, reverse=True)
