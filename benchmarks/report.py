@@ -8,8 +8,9 @@ A table stands between two comments, the first of which says in JSON what it sho
     <!-- end of results -->
 
 ``file`` is an object with a list ``rows`` of flat objects; its other entries describe the machine. ``where`` keeps the
-rows with those values (a list: any of them), ``columns`` gives the fields to show and their headings. With ``"pivot": {"m": "M = "}`` and
-``"value": "ratio"`` each value of the field ``m`` becomes a column of ``ratio``; ``columns`` tells rows apart.
+rows with those values (a list: any of them), ``columns`` gives the fields to show and their headings. With
+``"pivot": {"m": "M = "}`` and ``"value": "ratio"`` each value of the field ``m`` becomes a column of ``ratio``;
+``columns`` tells rows apart.
 ``--check`` writes nothing and fails if a page is not what its results say.
 """
 
