@@ -263,7 +263,7 @@ def to_json(results: list[Result], passages: int, question: str) -> str:
     ]
     device = jax.devices()[0]
     return json.dumps(
-        {"question": question, "passages": passages, "device": device.device_kind, "models": models}, indent=2
+        {"question": question, "passages": passages, "device": device.device_kind, "rows": models}, indent=2
     )
 
 

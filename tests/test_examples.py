@@ -100,7 +100,7 @@ def test_search_keeps_its_answers_when_quantized(tmp_path):
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
     assert result["passages"] == 64 and result["question"] == question
-    dense, int8, int4 = result["models"]
+    dense, int8, int4 = result["rows"]
     assert (int8["name"], int4["name"]) == ("int8", "int4")
     assert dense["cosine_min"] == pytest.approx(1, abs=1e-5)
     assert int8["cosine_min"] > 0.99
