@@ -30,6 +30,8 @@ def cell(value: object) -> str:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, float) and 0.99 <= value < 1:
+        return f"{value:.4f}"  # what is left to 1 is what matters
     return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
 
 
