@@ -11,8 +11,8 @@
 namespace wonly {
 namespace {
 
-constexpr int kStreamTokens =
-    8;  // up to here streaming four bits is faster than the warpgroup kernel, whose CTAs are slower to start
+// Up to here streaming four bits is faster than the warpgroup kernel, whose CTAs are slower to start.
+constexpr int kStreamTokens = 8;
 
 // The widest strip of outputs per warp that still gives every multiprocessor a CTA.
 stream::Config stream_config(const MatmulArgs& args, const Device& device) {

@@ -1,13 +1,13 @@
 // The product for 9 to a few hundred tokens on Hopper: wgmma with the weights as the register operand, straight from
 // the packed format, so that all warps of a CTA share one copy of the activations.
 //
-// One producer warp keeps a ring of stages full: the packed weights of kWarpgroups * 64 outputs x 128 inputs by bulk
-// copies, the activations by the tensor copy engine. Each warpgroup turns its codes into 16-bit numbers (code - zero) *
-// 2^-13, which is exact for integer zeros: a mask (the pattern is the subnormal number code * 2^-133 or code * 2^-24)
-// and one fused multiply-add. The sums of a group stay exact products of 16-bit numbers in float32; the group's scale
-// multiplies them there. CTAs of a cluster split the inputs and add their sums in a fixed order through each other's
-// shared memory. Nothing depends on the number of tokens but the number of CTAs, so a token's result does not depend on
-// the others of a call.
+// Producer warps keep a ring of stages full: the packed weights of kWarpgroups * 64 outputs x 128 inputs and their
+// scales by bulk copies, the activations by the tensor copy engine. Each warpgroup turns its codes into 16-bit numbers
+// (code - zero) * 2^-13, which is exact for integer zeros: a mask (the pattern is the subnormal number code * 2^-133 or
+// code * 2^-24) and one fused multiply-add. The sums of a group stay exact products of 16-bit numbers in float32; the
+// group's scale multiplies them there. CTAs of a cluster split the inputs and add their sums in a fixed order through
+// each other's shared memory. A token's result does not depend on the others of a call; the size of the cluster, and
+// with it the order of its sums, may depend on how many there are (matmul.cu).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,8 +30,7 @@ constexpr int kStageK = 128;
 constexpr int kStageSteps = kStageK / 16;
 constexpr int kMaxStages = 10;
 constexpr int kRotation = 5;
-constexpr int kBarrierBytes =
-    1024;  // two barriers for each stage; 1024 keeps the ring aligned for the 128-byte swizzle
+constexpr int kBarrierBytes = 1024;  // two for each stage; 1024 keeps the ring aligned for the 128-byte swizzle
 constexpr int kMultiprocessorBytes = 228 << 10;
 
 template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_>
