@@ -29,6 +29,14 @@ struct MatmulArgs {
   Activation activation;
 };
 
+// The group size as a power of two: 32 << this inputs share a scale; -1 where all of an output's inputs do.
+inline int log2_group_blocks(const MatmulArgs& args) {
+  if (args.groups <= 1) return -1;
+  int log2 = 0;
+  while ((int64_t{32} << log2) < args.k / args.groups) ++log2;
+  return log2;
+}
+
 // Enqueues the product on `stream`. Neither allocates nor synchronises, so it can be captured into a CUDA graph.
 cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream);
 

@@ -572,10 +572,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   Params params{};
   params.args = args;
   params.cluster = config.cluster;
-  params.log2_group_blocks = -1;
+  params.log2_group_blocks = log2_group_blocks(args);
   if (args.groups > 1) {
-    params.log2_group_blocks = 0;
-    while ((int64_t{kBlockK} << params.log2_group_blocks) < args.k / args.groups) ++params.log2_group_blocks;
     const int shift_size = args.shift_mode == ShiftMode::kNone ? 4 : element_size(args.shift_dtype);
     params.scales_in_pieces_of_4 = args.n * element_size(args.scale_dtype) % 4 == 0 && args.n * shift_size % 4 == 0;
   }

@@ -453,11 +453,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   Params params{};
   params.args = args;
   params.cluster = config.cluster;
-  params.log2_group_blocks = -1;
-  if (args.groups > 1) {
-    params.log2_group_blocks = 0;
-    while ((int64_t{32} << params.log2_group_blocks) < args.k / args.groups) ++params.log2_group_blocks;
-  }
+  params.log2_group_blocks = log2_group_blocks(args);
   const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
   if (args.bits == 4) {
     return small_groups ? launch_tokens<X, 4, 4>(params, config, stream)

@@ -63,9 +63,6 @@ __device__ __forceinline__ void tensor_copy_3d(void* shared, const CUtensorMap* 
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
 }
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
-}
 
 // Moves registers between warpgroups: every warp of the warpgroup executes it.
 template <int kRegisters>
@@ -96,28 +93,6 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* shared) {
 // those of mma.m16n8k16 for rows 16w.., its d a row of kN / 8 such accumulators.
 template <int kN>
 struct Wgmma;
-
-template <>
-struct Wgmma<8> {
-  __device__ __forceinline__ static void bf16(float (&d)[4], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, %8, p, 1, 1, 0;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-  }
-  __device__ __forceinline__ static void f16(float (&d)[4], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-        "{%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, %8, p, 1, 1, 0;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-  }
-};
 
 template <>
 struct Wgmma<16> {
