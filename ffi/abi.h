@@ -9,10 +9,25 @@
 //     bits, group_size, quantize_mode
 //   wonly_dequantize_v1(qw, scales, (shift)) -> w[B, K, N]
 //     bits, shift_mode
+//   wonly_ragged_matmul_v1(x[Mx, K], qw u32[E, Nt, Kt, 512], scales[Es, G, N], rows s32, (shift[Ez, G, N]), (bias[Eb,
+//   N]))
+//       -> y[M, N], scratch s32[S]
+//     bits, shift_mode, has_bias, activation, row_mode. Row r of y is row r * Mx / M of x, which divides M, times the
+//     weight of the row's expert, and zero without one. Es, Ez and Eb are 1 or E.
+//       row_mode kSizes: rows s32[E] counts the rows of each expert, which follow each other from row 0; Mx = M. What
+//       the
+//         sizes add up to beyond M is cut off, and negative ones count as zero.
+//       row_mode kIds: rows s32[M] names the expert of each row, in any order; none where it is not in 0 .. E - 1.
+//     S is what the platform's kernels ask for: kRaggedScratch* below on CUDA, 0 on the CPU.
+//   wonly_matmul_transposed_v1(dy[By, M, N], qw u32[Bw, Nt, Kt, 512], scales[Bs, G, N], (shift[Bz, G, N])) -> dx[B, M,
+//   K]
+//     bits, shift_mode. The product with the transposed weights.
+//   wonly_ragged_matmul_transposed_v1(dy[My, N], qw, scales, rows s32, (shift)) -> dx[M, K], scratch s32[S]
+//     bits, shift_mode, row_mode, as in wonly_ragged_matmul_v1.
 //
-// x, w, y: f16, bf16 or f32. scales, bias: f16, bf16 or f32. shift: those (zeros or offsets), or u8 (integer zeros).
-// The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1) without a
-// shift.
+// x, w, y, dx, dy: f16, bf16 or f32. scales, bias: f16, bf16 or f32. shift: those (zeros or offsets), or u8 (integer
+// zeros). The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1)
+// without a shift.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +39,12 @@ enum class Activation : int64_t { kNone = 0, kRelu = 1, kRelu6 = 2, kGelu = 3, k
 // Symmetric: absmax. The others are minmax and write a shift: u8 zeros, zeros of the scales' type, offsets of the
 // scales' type.
 enum class QuantizeMode : int64_t { kSymmetric = 0, kIntegerZeros = 1, kFloatZeros = 2, kOffsets = 3 };
+
+// How the rows of a ragged product say which expert they belong to.
+enum class RowMode : int64_t { kSizes = 0, kIds = 1 };
+// Words of scratch of a ragged product on CUDA, for each row, for each expert, and besides: room for the list of rows
+// by expert, the experts' first rows and a list of tiles of work.
+constexpr int64_t kRaggedScratchPerRow = 2, kRaggedScratchPerExpert = 4, kRaggedScratchFixed = 1024;
 
 // Element types the kernels know, apart from any framework's numbering.
 enum class DType : int32_t { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3 };

@@ -53,6 +53,19 @@ struct MatmulOperands {
   Activation activation = Activation::kNone;
 };
 
+// y[m, n], row r = activation(x[r / repeat, k] @ W + bias) with the weights and the bias of the row's expert, else
+// zero. Transposed: y[m, k], row r = x[r / repeat, n] @ W^T.
+struct RaggedOperands {
+  Operand x, bias, y;
+  WeightOperands weights;  // a batch entry is an expert
+  RowMode row_mode = RowMode::kSizes;
+  const int32_t* rows = nullptr;  // s32[experts] or s32[m]; on the device
+  int64_t experts = 0, m = 0, repeat = 1;
+  Activation activation = Activation::kNone;
+  int32_t* scratch = nullptr;
+  int64_t scratch_words = 0;
+};
+
 // qw[batch, Nt, Kt, 512], scales[batch, groups, n], (shift[batch, groups, n]) of w[batch, k, n]
 struct QuantizeOperands {
   Operand w, scales, shift;
@@ -82,6 +95,53 @@ auto bind_matmul() {
       .template Attr<int64_t>("shift_mode")
       .template Attr<int64_t>("has_bias")
       .template Attr<int64_t>("activation");
+}
+
+template <typename Context>
+auto bind_matmul_transposed() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // dy
+      .template Arg<ffi::AnyBuffer>()  // qw
+      .template Arg<ffi::AnyBuffer>()  // scales
+      .RemainingArgs()                 // shift
+      .template Ret<ffi::AnyBuffer>()  // dx
+      .template Attr<int64_t>("bits")
+      .template Attr<int64_t>("shift_mode");
+}
+
+template <typename Context>
+auto bind_ragged_matmul() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // x
+      .template Arg<ffi::AnyBuffer>()  // qw
+      .template Arg<ffi::AnyBuffer>()  // scales
+      .template Arg<ffi::AnyBuffer>()  // rows
+      .RemainingArgs()                 // shift, bias
+      .template Ret<ffi::AnyBuffer>()  // y
+      .template Ret<ffi::AnyBuffer>()  // scratch
+      .template Attr<int64_t>("bits")
+      .template Attr<int64_t>("shift_mode")
+      .template Attr<int64_t>("has_bias")
+      .template Attr<int64_t>("activation")
+      .template Attr<int64_t>("row_mode");
+}
+
+template <typename Context>
+auto bind_ragged_matmul_transposed() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // dy
+      .template Arg<ffi::AnyBuffer>()  // qw
+      .template Arg<ffi::AnyBuffer>()  // scales
+      .template Arg<ffi::AnyBuffer>()  // rows
+      .RemainingArgs()                 // shift
+      .template Ret<ffi::AnyBuffer>()  // dx
+      .template Ret<ffi::AnyBuffer>()  // scratch
+      .template Attr<int64_t>("bits")
+      .template Attr<int64_t>("shift_mode")
+      .template Attr<int64_t>("row_mode");
 }
 
 template <typename Context>
@@ -117,10 +177,12 @@ inline std::string shape_text(ffi::AnyBuffer::Dimensions dims) {
   return text.str();
 }
 
-inline ffi::Error check_rank3(const char* name, const ffi::AnyBuffer& buffer) {
-  if (buffer.dimensions().size() == 3) return ffi::Error::Success();
-  return invalid(name, " has shape ", shape_text(buffer.dimensions()), "; accepted: rank 3");
+inline ffi::Error check_rank(const char* name, const ffi::AnyBuffer& buffer, size_t rank) {
+  if (buffer.dimensions().size() == rank) return ffi::Error::Success();
+  return invalid(name, " has shape ", shape_text(buffer.dimensions()), "; accepted: rank ", rank);
 }
+
+inline ffi::Error check_rank3(const char* name, const ffi::AnyBuffer& buffer) { return check_rank(name, buffer, 3); }
 
 inline ffi::Error check_inputs(const char* name, int64_t k) {
   if (k >= 1) return ffi::Error::Success();
@@ -245,6 +307,60 @@ inline ffi::Error check_matmul(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw
   WONLY_RETURN_IF_ERROR(check_weights(qw, scales, rest, bits, shift_mode, has_bias == 1, out.batch, k, n, out.weights));
   if (has_bias == 0) return ffi::Error::Success();
   return check_operand("bias", *rest.get<ffi::AnyBuffer>(rest.size() - 1), out.batch, true, {n}, false, out.bias);
+}
+
+// y = x @ W^T for x[batch, m, n] and y[batch, m, k].
+inline ffi::Error check_matmul_transposed(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw,
+                                          const ffi::AnyBuffer& scales, const ffi::RemainingArgs& rest,
+                                          const ffi::AnyBuffer& y, int64_t bits, int64_t shift_mode,
+                                          MatmulOperands& out) {
+  WONLY_RETURN_IF_ERROR(check_rank3("dy", x));
+  WONLY_RETURN_IF_ERROR(check_rank3("the result", y));
+  const int64_t n = x.dimensions()[2], k = y.dimensions()[2];
+  out.batch = y.dimensions()[0];
+  out.m = y.dimensions()[1];
+  WONLY_RETURN_IF_ERROR(check_operand("dy", x, out.batch, true, {out.m, n}, false, out.x));
+  WONLY_RETURN_IF_ERROR(check_inputs("the result", k));
+  WONLY_RETURN_IF_ERROR(check_operand("the result", y, out.batch, false, {out.m, k}, false, out.y));
+  return check_weights(qw, scales, rest, bits, shift_mode, false, out.batch, k, n, out.weights);
+}
+
+// Of both ragged products; the transposed one has neither bias nor activation.
+inline ffi::Error check_ragged(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
+                               const ffi::AnyBuffer& rows, const ffi::RemainingArgs& rest, const ffi::AnyBuffer& y,
+                               const ffi::AnyBuffer& scratch, int64_t bits, int64_t shift_mode, int64_t has_bias,
+                               int64_t activation, int64_t row_mode, bool transposed, RaggedOperands& out) {
+  const char* const x_name = transposed ? "dy" : "x";
+  WONLY_RETURN_IF_ERROR(check_rank(x_name, x, 2));
+  WONLY_RETURN_IF_ERROR(check_rank("qw", qw, 4));
+  WONLY_RETURN_IF_ERROR(check_rank("the result", y, 2));
+  const int64_t x_rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = y.dimensions()[1];
+  out.m = y.dimensions()[0];
+  out.experts = qw.dimensions()[0];
+  WONLY_RETURN_IF_ERROR(check_choice("row_mode", row_mode, static_cast<int64_t>(RowMode::kIds)));
+  out.row_mode = static_cast<RowMode>(row_mode);
+  const bool ids = out.row_mode == RowMode::kIds;
+  if (out.m != x_rows && (!ids || x_rows < 1 || out.m % x_rows != 0)) {
+    return invalid(x_name, " has ", x_rows, " rows; accepted: ", ids ? "a divisor of " : "", out.m);
+  }
+  out.repeat = out.m == x_rows ? 1 : out.m / x_rows;
+  WONLY_RETURN_IF_ERROR(check_operand(x_name, x, x_rows, false, {inputs}, false, out.x));
+  WONLY_RETURN_IF_ERROR(check_operand("the result", y, out.m, false, {outputs}, false, out.y));
+  WONLY_RETURN_IF_ERROR(check_type("rows", rows, ffi::DataType::S32));
+  WONLY_RETURN_IF_ERROR(check_shape("rows", rows, ids ? out.m : out.experts, false, {}));
+  out.rows = static_cast<const int32_t*>(rows.untyped_data());
+  WONLY_RETURN_IF_ERROR(check_type("scratch", scratch, ffi::DataType::S32));
+  out.scratch = static_cast<int32_t*>(scratch.untyped_data());
+  out.scratch_words = static_cast<int64_t>(scratch.element_count());
+  WONLY_RETURN_IF_ERROR(check_choice("has_bias", has_bias, 1));
+  WONLY_RETURN_IF_ERROR(check_choice("activation", activation, static_cast<int64_t>(Activation::kSilu)));
+  out.activation = static_cast<Activation>(activation);
+  const int64_t k = transposed ? outputs : inputs, n = transposed ? inputs : outputs;
+  WONLY_RETURN_IF_ERROR(check_inputs(transposed ? "the result" : "x", k));
+  WONLY_RETURN_IF_ERROR(
+      check_weights(qw, scales, rest, bits, shift_mode, has_bias == 1, out.experts, k, n, out.weights));
+  if (has_bias == 0) return ffi::Error::Success();
+  return check_operand("bias", *rest.get<ffi::AnyBuffer>(rest.size() - 1), out.experts, true, {n}, false, out.bias);
 }
 
 inline ffi::Error check_quantize(const ffi::AnyBuffer& w, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,

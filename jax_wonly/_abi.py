@@ -5,6 +5,11 @@ from enum import IntEnum
 MATMUL = "wonly_matmul_v1"
 QUANTIZE = "wonly_quantize_v1"
 DEQUANTIZE = "wonly_dequantize_v1"
+RAGGED_MATMUL = "wonly_ragged_matmul_v1"
+MATMUL_TRANSPOSED = "wonly_matmul_transposed_v1"
+RAGGED_MATMUL_TRANSPOSED = "wonly_ragged_matmul_transposed_v1"
+
+TARGETS = (MATMUL, QUANTIZE, DEQUANTIZE, RAGGED_MATMUL, MATMUL_TRANSPOSED, RAGGED_MATMUL_TRANSPOSED)
 
 
 class ShiftMode(IntEnum):
@@ -32,3 +37,15 @@ class QuantizeMode(IntEnum):
     INTEGER_ZEROS = 1
     FLOAT_ZEROS = 2
     OFFSETS = 3
+
+
+class RowMode(IntEnum):
+    """How a ragged product knows the experts of its rows: from a count for each expert, or an id for each row."""
+
+    SIZES = 0
+    IDS = 1
+
+
+def ragged_scratch(rows, experts: int):
+    """Words of scratch that a ragged product has on CUDA; ``rows`` may be symbolic."""
+    return 2 * rows + 4 * experts + 1024

@@ -190,4 +190,4 @@ def export_disabled_checks() -> list:
 
     The calls are versioned: a serialised program runs wherever ``jax_wonly`` of the same interface version is imported.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in (_abi.MATMUL, _abi.QUANTIZE, _abi.DEQUANTIZE)]
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _abi.TARGETS]

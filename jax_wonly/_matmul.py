@@ -88,11 +88,7 @@ def matmul(
         if len(bias.shape) == 0 or bias.shape[-1] != n:
             raise ValueError(f"jax_wonly: bias has shape {tuple(bias.shape)}; accepted: [..., {n}].")
         check_finite("bias", bias)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(
-            f"jax_wonly: activation={activation!r} is not supported; accepted: None, "
-            f"{', '.join(map(repr, ACTIVATIONS))}."
-        )
+    activation_kind = resolve_activation(activation)
     out_dtype = x.dtype
     if preferred_element_type is not None:
         out_dtype = check_float_dtype("preferred_element_type", preferred_element_type)
@@ -111,17 +107,28 @@ def matmul(
         bits=bits,
         shift_mode=shift_mode,
         has_bias=bias is not None,
-        activation=Activation.NONE if activation is None else ACTIVATIONS[activation],
+        activation=activation_kind,
         transpose=False,
         k=k,
         out_dtype=jnp.dtype(out_dtype),
-        precision=_resolve_precision(precision),
+        precision=resolve_precision(precision),
         implementation=_ffi.resolve_implementation(implementation),
     )
     return _matmul(*operands, params=params)
 
 
-def _resolve_precision(precision) -> lax.Precision | None:
+def resolve_activation(activation: str | None) -> Activation:
+    if activation is None:
+        return Activation.NONE
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"jax_wonly: activation={activation!r} is not supported; accepted: None, "
+            f"{', '.join(map(repr, ACTIVATIONS))}."
+        )
+    return ACTIVATIONS[activation]
+
+
+def resolve_precision(precision) -> lax.Precision | None:
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]  # unknown to some stubs of JAX
         try:

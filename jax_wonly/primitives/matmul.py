@@ -28,7 +28,7 @@ from jax_wonly.primitives.matmul_sharding import allow_partitioning, partitioned
 
 matmul_p = make_primitive("wonly_matmul")
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     Activation.NONE: lambda y: y,
     Activation.RELU: jax.nn.relu,
     Activation.RELU6: jax.nn.relu6,
@@ -61,30 +61,33 @@ def matmul(x, qw, scales, *rest, params: Params) -> jax.Array:
     return matmul_p.bind(*align_varying(x, qw, scales, *rest), params=params)
 
 
-def _split(rest, p: Params):
+def split_rest(rest, shift_mode: ShiftMode):
     """``(shift or (), bias or ())`` of the operands after the scales."""
-    has_shift = p.shift_mode != ShiftMode.NONE
+    has_shift = shift_mode != ShiftMode.NONE
     return tuple(rest[:has_shift]), tuple(rest[has_shift:])
 
 
 # Evaluation.
 
 
-def _compute_dtype(x_dtype, precision):
+def compute_dtype(x_dtype, precision):
     """The type of the dense product's operands: that of x, unless a higher precision is asked for."""
     if x_dtype == jnp.float32 or precision in (lax.Precision.HIGH, lax.Precision.HIGHEST):
         return jnp.dtype(jnp.float32)
     return jnp.dtype(x_dtype)
 
 
+def dense_precision(dtype, precision):
+    """Of a dense product: the default of float32 ones on a GPU is TF32, which would lose what the kernels keep."""
+    return lax.Precision.HIGHEST if precision is None and dtype == jnp.float32 else precision
+
+
 def _dense(x, w, bias, p: Params) -> jax.Array:
     """The product with dense weights ``w[Bw, K, N]``, accumulated in float32, with the epilogue."""
-    dtype = w.dtype
-    # The default of float32 products on a GPU is TF32, which would lose what the kernels keep.
-    precision = lax.Precision.HIGHEST if p.precision is None and dtype == jnp.float32 else p.precision
     if p.transpose:
         w = jnp.swapaxes(w, 1, 2)
-    y = jnp.matmul(x.astype(dtype), w, precision=precision, preferred_element_type=jnp.float32)
+    precision = dense_precision(w.dtype, p.precision)
+    y = jnp.matmul(x.astype(w.dtype), w, precision=precision, preferred_element_type=jnp.float32)
     return epilogue(y, bias, p)
 
 
@@ -92,12 +95,12 @@ def epilogue(y, bias, p: Params) -> jax.Array:
     y = y.astype(jnp.float32)
     if bias:
         y = y + bias[0].astype(jnp.float32)[..., None, :]
-    return _ACTIVATIONS[p.activation](y).astype(p.out_dtype)
+    return ACTIVATIONS[p.activation](y).astype(p.out_dtype)
 
 
 def _via_dense(dequantized, x, qw, scales, *rest, p: Params) -> jax.Array:
-    shift, bias = _split(rest, p)
-    dtype = _compute_dtype(x.dtype, p.precision)
+    shift, bias = split_rest(rest, p.shift_mode)
+    dtype = compute_dtype(x.dtype, p.precision)
     w = dequantized(qw, scales, *shift, bits=p.bits, shift_mode=p.shift_mode, k=p.k, dtype=dtype)
     return _dense(x, w, bias, p)
 
@@ -160,7 +163,7 @@ def _evaluate(x, qw, scales, *rest, params: Params, platform: str):
 def _native(x, qw, scales, *rest, params: Params, platform: str):
     """What one device computes of its shards."""
     p = params
-    shift, _ = _split(rest, p)
+    shift, _ = split_rest(rest, p.shift_mode)
     if _prefers_kernel(x, qw, scales, shift, p, platform):
         return _kernel(x, qw, scales, *rest, p=p)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
@@ -184,7 +187,7 @@ def _abstract(x, qw, scales, *rest, params: Params):
 def _batch(operands, axes, *, params: Params):
     p = params
     x, qw, scales, *rest = operands
-    shift, bias = _split(rest, p)
+    shift, bias = split_rest(rest, p.shift_mode)
     weights_axes = axes[1 : 3 + len(shift)]
     if any(a is not None for a in weights_axes):
         merged, size, lead = merge_batch(operands, axes)
@@ -201,7 +204,7 @@ def _batch(operands, axes, *, params: Params):
             y, d = _batch((x, qw, scales, *shift), axes[:-1], params=plain)
             y = jnp.moveaxis(y, d, 0)
         b = jnp.moveaxis(bias[0], axes[-1], 0)[:, :, None]
-        return _ACTIVATIONS[p.activation](y + b.astype(jnp.float32)).astype(p.out_dtype), 0
+        return ACTIVATIONS[p.activation](y + b.astype(jnp.float32)).astype(p.out_dtype), 0
 
     # Shared weights: the mapped axis becomes part of M, and one call reads the weights once.
     x = jnp.moveaxis(x, axes[0], 1)
@@ -213,9 +216,9 @@ def _batch(operands, axes, *, params: Params):
 # Differentiation.
 
 
-def _by_groups(x, groups: int):
-    """``[B, M, K] -> [B, M, G]``: float32 sums of the inputs of each group."""
-    return x.astype(jnp.float32).reshape(*x.shape[:2], groups, -1).sum(-1)
+def group_sums(x, groups: int):
+    """``[..., K] -> [..., G]``: float32 sums of the inputs of each group."""
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1).sum(-1)
 
 
 def _dense_f32(x, w):
@@ -239,7 +242,7 @@ def _shift_tangent(x, scales, shift_dot, p: Params):
         per_group = -per_group * scales.astype(jnp.float32)
     groups = per_group.shape[1]
     if not p.transpose:
-        return _dense_f32(_by_groups(x, groups), per_group)
+        return _dense_f32(group_sums(x, groups), per_group)
     return jnp.repeat(_dense_f32(x, jnp.swapaxes(per_group, 1, 2)), p.k // groups, axis=-1)
 
 
@@ -250,12 +253,12 @@ def _jvp(primals, tangents, *, params: Params):
         y, y_dot = _jvp(primals, tangents, params=linear)
         if isinstance(y_dot, ad.Zero):
             y_dot = y_dot.instantiate()
-        return jax.jvp(lambda v: _ACTIVATIONS[p.activation](v).astype(p.out_dtype), (y,), (y_dot,))
+        return jax.jvp(lambda v: ACTIVATIONS[p.activation](v).astype(p.out_dtype), (y,), (y_dot,))
 
     x, qw, scales, *rest = primals
     x_dot, _, scales_dot, *rest_dot = tangents
-    shift, _ = _split(rest, p)
-    shift_dot, bias_dot = _split(rest_dot, p)
+    shift, _ = split_rest(rest, p.shift_mode)
+    shift_dot, bias_dot = split_rest(rest_dot, p.shift_mode)
     y = matmul_p.bind(*primals, params=p)
 
     terms = []
@@ -281,7 +284,7 @@ def _transpose(ct, x, qw, scales, *rest, params: Params):
     none = [None] * (3 + len(rest))
     if isinstance(ct, ad.Zero):
         return none
-    shift, bias = _split(rest, p)
+    shift, bias = split_rest(rest, p.shift_mode)
     undefined = [ad.is_undefined_primal(a) for a in (x, qw, scales, *rest)]
     nonlinear = p.activation != Activation.NONE or p.has_bias
     if nonlinear or sum(undefined) != 1 or not (undefined[0] or undefined[2]):
