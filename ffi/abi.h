@@ -9,18 +9,16 @@
 //     bits, group_size, quantize_mode
 //   wonly_dequantize_v1(qw, scales, (shift)) -> w[B, K, N]
 //     bits, shift_mode
-//   wonly_ragged_matmul_v1(x[Mx, K], qw u32[E, Nt, Kt, 512], scales[Es, G, N], rows s32, (shift[Ez, G, N]), (bias[Eb,
-//   N]))
-//       -> y[M, N], scratch s32[S]
+//   wonly_ragged_matmul_v1(x[Mx, K], qw u32[E, Nt, Kt, 512], scales[Es, G, N], rows s32,
+//                          (shift[Ez, G, N]), (bias[Eb, N])) -> y[M, N], scratch s32[S]
 //     bits, shift_mode, has_bias, activation, row_mode. Row r of y is row r * Mx / M of x, which divides M, times the
 //     weight of the row's expert, and zero without one. Es, Ez and Eb are 1 or E.
-//       row_mode kSizes: rows s32[E] counts the rows of each expert, which follow each other from row 0; Mx = M. What
-//       the
-//         sizes add up to beyond M is cut off, and negative ones count as zero.
-//       row_mode kIds: rows s32[M] names the expert of each row, in any order; none where it is not in 0 .. E - 1.
+//     row_mode kSizes: rows s32[E] counts the rows of each expert, which follow each other from row 0; Mx = M. What the
+//       sizes add up to beyond M is cut off, and negative ones count as zero.
+//     row_mode kIds: rows s32[M] names the expert of each row, in any order; none where it is not in 0 .. E - 1.
 //     S is what the platform's kernels ask for: kRaggedScratch* below on CUDA, 0 on the CPU.
-//   wonly_matmul_transposed_v1(dy[By, M, N], qw u32[Bw, Nt, Kt, 512], scales[Bs, G, N], (shift[Bz, G, N])) -> dx[B, M,
-//   K]
+//   wonly_matmul_transposed_v1(dy[By, M, N], qw u32[Bw, Nt, Kt, 512], scales[Bs, G, N], (shift[Bz, G, N]))
+//       -> dx[B, M, K]
 //     bits, shift_mode. The product with the transposed weights.
 //   wonly_ragged_matmul_transposed_v1(dy[My, N], qw, scales, rows s32, (shift)) -> dx[M, K], scratch s32[S]
 //     bits, shift_mode, row_mode, as in wonly_ragged_matmul_v1.

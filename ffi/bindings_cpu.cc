@@ -19,6 +19,7 @@ nb::capsule capsule_of(XLA_FFI_Handler* handler) { return nb::capsule(reinterpre
 nb::dict registrations() {
   nb::dict targets;
   targets["wonly_matmul_v1"] = capsule_of(wonly::cpu::matmul_handler);
+  targets["wonly_ragged_matmul_v1"] = capsule_of(wonly::cpu::ragged_matmul_handler);
   targets["wonly_quantize_v1"] = capsule_of(wonly::cpu::quantize_handler);
   targets["wonly_dequantize_v1"] = capsule_of(wonly::cpu::dequantize_handler);
   return targets;

@@ -68,7 +68,8 @@ struct PlaneRun {
 struct PackedX {
   void* data;
   Form form;
-  const int32_t* row_index;  // of the rows in x and y; null: all rows
+  const int32_t* row_index;  // of the rows in y; null: all rows
+  int64_t repeat;            // row r of y is row r / repeat of x
   const int16_t* exponents;  // kPlanes: [rows of x][runs]
   PlaneRun* plane_runs;      // kPlanes: for each block [runs][rows of the block]
   int64_t runs;
@@ -81,6 +82,7 @@ struct PackedX {
     return form == Form::kF32 ? k_padded : form == Form::kBF16Pairs ? k_padded / 2 : k_padded / 4 * 3;
   }
   WONLY_ALWAYS_INLINE int64_t row(int64_t i) const { return row_index != nullptr ? row_index[i] : i; }
+  WONLY_ALWAYS_INLINE int64_t x_row(int64_t i) const { return repeat == 1 ? row(i) : row(i) / repeat; }
 };
 
 // The product of all packed rows with the outputs of tile `tile`: y[rows, n] = activation(x @ W + bias).

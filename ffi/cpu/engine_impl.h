@@ -788,7 +788,7 @@ void pack_planes(const PackedX& packed, const Weights& weights, Rows x, int64_t 
   alignas(64) int8_t digits[kPlanes][64] = {};
   alignas(64) uint32_t quads[kPlanes][16];
   for (int64_t r = 0; r < height; ++r) {
-    const int64_t row = packed.row(first + r);
+    const int64_t row = packed.x_row(first + r);
     const int16_t* exponents = packed.exponents + row * packed.runs;
     PlaneRun* run = packed.plane_runs + first * packed.runs + r;
     uint32_t* out = static_cast<uint32_t*>(packed.data) + first * packed.row_elements() + r * kPlanes;
@@ -847,7 +847,7 @@ void pack_block(const PackedX& packed, const Weights& weights, Rows x, int64_t b
     for (int64_t r = 0; r < height; ++r) {
       if (first + r >= packed.rows || inside < kPiece) std::memset(piece[r], 0, sizeof(piece[r]));
       if (first + r >= packed.rows) continue;
-      const int64_t at = packed.row(first + r) * weights.k + k;
+      const int64_t at = packed.x_row(first + r) * weights.k + k;
       if (width == 1) {
         load_row(x.data, x.type, at, inside, reinterpret_cast<float*>(piece[r]));
       } else {

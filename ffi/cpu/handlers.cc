@@ -1,6 +1,7 @@
 #include "cpu/handlers.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,26 +31,35 @@ ffi::Error out_of_memory() {
 }
 
 // Integer zeros above 15 are legal for four-bit codes but outside the look-up table of the bfloat16 pairs.
-bool small_zeros(const WeightOperands& weights, int64_t batches) {
-  const int64_t count = weights.groups * weights.n * (weights.shift.stride == 0 ? 1 : batches);
-  const auto* zeros = reinterpret_cast<const uint8_t*>(weights.shift.data);
+bool small_zeros(const WeightOperands& weights, int64_t first, int64_t batches) {
+  const int64_t entry = weights.groups * weights.n;
+  const int64_t count = entry * (weights.shift.stride == 0 ? 1 : batches);
+  const auto* zeros = reinterpret_cast<const uint8_t*>(weights.shift.at(first));
   uint8_t bits = 0;
   for (int64_t i = 0; i < count; ++i) bits |= zeros[i];
   return bits <= 15;
 }
 
-// One product: packs x and shares the tiles of outputs out over threads.
+// Rows of one batch entry of x, and the successive batch entries of the weights that each of them meets.
+struct Share {
+  int64_t x_batch = 0, first_weights = 0, weights = 1;
+  const int32_t* rows = nullptr;  // of y; null: the first `count`
+  int64_t count = 0;
+};
+
+// Products of shares: packs x and shares the tiles of outputs out over threads.
 struct Product {
   ffi::ThreadPool& pool;
   const Engine& engine;
-  const MatmulOperands& operands;
-  const WeightOperands& weights = operands.weights;
-  const Operand& x = operands.x;
-  int64_t batch = operands.batch, rows = operands.m;
+  const WeightOperands& weights;
+  Operand x, bias, y;
+  Activation activation;
+  int64_t x_batches, x_rows;  // rows of a batch entry of x
+  int64_t repeat = 1;         // row r of y is row r / repeat of x
 
-  // Rows of one batch entry of x in one form, and the kernel for them.
+  // Rows of one share in one form, and the kernel for them.
   struct Part {
-    int64_t x_batch;
+    Share share;
     PackedX packed{};
     void (*kernel)(const MatmulTask&) = nullptr;
     int64_t row_tasks = 1;
@@ -57,13 +67,13 @@ struct Product {
   };
 
   // How rows in float32 (or f16) run. Runs shorter than 64 inputs leave nothing to gain over float32.
-  Form form() const {
+  Form form(const Share& share) const {
     const Weights first = weights_at(weights, 0);
     if (!first.whole_groups()) return Form::kF32;
     if (engine.pairs && x.type == DType::kBF16) {
       if (weights.shift_mode == ShiftMode::kNone) return Form::kBF16Pairs;
       if (weights.shift_mode == ShiftMode::kZeros && weights.shift.type == DType::kU8 &&
-          (weights.bits == 8 || small_zeros(weights, batch))) {
+          (weights.bits == 8 || small_zeros(weights, share.first_weights, share.weights))) {
         return Form::kBF16Pairs;
       }
     }
@@ -72,75 +82,89 @@ struct Product {
     return engine.plane_rows > 0 && long_runs ? Form::kPlanes : Form::kF32;
   }
 
-  Part make_part(int64_t x_batch, Form form, int64_t count, const int32_t* row_index) const {
-    Part part{x_batch};
+  Part make_part(const Share& share, Form form) const {
+    Part part{share};
     PackedX& packed = part.packed;
     packed.form = form;
-    packed.row_index = row_index;
-    packed.rows = packed.rows_padded = count;
+    packed.row_index = share.rows;
+    packed.repeat = repeat;
+    packed.rows = packed.rows_padded = share.count;
     packed.k_padded = ceil_div(weights.k, 64) * 64;
     if (form == Form::kPlanes) {
-      packed.blocks = ceil_div(count, engine.plane_rows);
+      packed.blocks = ceil_div(share.count, engine.plane_rows);
       part.kernel = engine.matmul_planes;
-    } else if (count <= engine.direct_rows && weights_at(weights, 0).whole_groups()) {
-      packed.rows_padded = engine.direct_width(count);
+    } else if (share.count <= engine.direct_rows && weights_at(weights, 0).whole_groups()) {
+      packed.rows_padded = engine.direct_width(share.count);
       packed.blocks = 1;
       part.kernel = engine.matmul_direct;
     } else {
-      packed.blocks = ceil_div(count, engine.panel_rows);
+      packed.blocks = ceil_div(share.count, engine.panel_rows);
       part.kernel = engine.matmul_panel;
     }
     // 256 rows by one tile: the sums stay in the second-level cache beside the panel. (Two or four tiles, to read x
     // less often, were slower.)
-    part.row_tasks = std::min(packed.blocks, ceil_div(count, 256));
+    part.row_tasks = std::min(packed.blocks, ceil_div(share.count, 256));
     return part;
   }
 
-  bool run() {
+  bool run(const std::vector<Share>& shares) {
     const Weights first = weights_at(weights, 0);
-    const int64_t x_batches = x.stride == 0 ? 1 : batch;
-    const Form wanted = form();
-    const bool small =
-        batch * rows * first.tiles_n() * kTileN * weights.k < (int64_t{1} << 19);  // over before a thread wakes
-    const auto share = [&](bool alone, int64_t count, const std::function<void(int64_t)>& body) {
+    std::vector<Form> forms;
+    int64_t all_rows = 0, all_outputs = 0;
+    bool planes = false;
+    for (const Share& share : shares) {
+      forms.push_back(form(share));
+      planes = planes || forms.back() == Form::kPlanes;
+      all_rows += share.count;
+      all_outputs += share.count * share.weights * first.tiles_n() * kTileN;
+    }
+    const bool small = all_outputs * weights.k < (int64_t{1} << 19);  // over before a thread wakes
+    const auto share_out = [&](bool alone, int64_t count, const std::function<void(int64_t)>& body) {
       if (!alone && count > 1) return parallel_for(pool, count, body);
       for (int64_t i = 0; i < count; ++i) body(i);
       return true;
     };
-    const bool pack_alone = x_batches * rows * weights.k < (int64_t{1} << 15);
+    const bool pack_alone = all_rows * weights.k < (int64_t{1} << 15);
 
     std::vector<Part> parts;
     std::vector<int16_t> exponents;
     std::vector<uint8_t> as_planes;
     std::vector<int32_t> row_lists;
     int64_t runs = 0;
-    if (wanted == Form::kPlanes) {
+    if (planes) {
       const int64_t k_padded = first.tiles_k() * tile_k(first.bits);
       for (int64_t k = 0; k < k_padded; k = run_end(first, k)) ++runs;
-      exponents.resize(static_cast<size_t>(x_batches * rows * runs));
-      as_planes.resize(static_cast<size_t>(x_batches * rows));
+      exponents.resize(static_cast<size_t>(x_batches * x_rows * runs));
+      as_planes.resize(static_cast<size_t>(x_batches * x_rows));
       constexpr int64_t kPiece = 16;
-      if (!share(pack_alone, ceil_div(x_batches * rows, kPiece), [&](int64_t piece) {
-            for (int64_t i = piece * kPiece; i < std::min(x_batches * rows, (piece + 1) * kPiece); ++i)
-              as_planes[i] = engine.plane_exponents(first, rows_at(x, i / rows), i % rows, exponents.data() + i * runs);
+      if (!share_out(pack_alone, ceil_div(x_batches * x_rows, kPiece), [&](int64_t piece) {
+            for (int64_t i = piece * kPiece; i < std::min(x_batches * x_rows, (piece + 1) * kPiece); ++i)
+              as_planes[i] =
+                  engine.plane_exponents(first, rows_at(x, i / x_rows), i % x_rows, exponents.data() + i * runs);
           })) {
         return false;
       }
-      row_lists.reserve(static_cast<size_t>(x_batches * rows));
+      row_lists.reserve(static_cast<size_t>(all_rows));
     }
-    for (int64_t b = 0; b < x_batches; ++b) {
-      if (wanted != Form::kPlanes) {
-        parts.push_back(make_part(b, wanted, rows, nullptr));
+    for (size_t s = 0; s < shares.size(); ++s) {
+      const Share& share = shares[s];
+      if (forms[s] != Form::kPlanes) {
+        parts.push_back(make_part(share, forms[s]));
         continue;
       }
       for (const Form form : {Form::kPlanes, Form::kF32}) {
-        const int32_t* list = row_lists.data() + row_lists.size();
-        for (int64_t r = 0; r < rows; ++r)
-          if ((as_planes[b * rows + r] != 0) == (form == Form::kPlanes)) row_lists.push_back(static_cast<int32_t>(r));
-        const int64_t count = row_lists.data() + row_lists.size() - list;
-        if (count == 0) continue;
-        parts.push_back(make_part(b, form, count, count == rows ? nullptr : list));
-        parts.back().packed.exponents = exponents.data() + b * rows * runs;
+        Share part = share;
+        const size_t begin = row_lists.size();
+        for (int64_t i = 0; i < share.count; ++i) {
+          const int64_t row = share.rows == nullptr ? i : share.rows[i];
+          if ((as_planes[share.x_batch * x_rows + row / repeat] != 0) == (form == Form::kPlanes))
+            row_lists.push_back(static_cast<int32_t>(row));
+        }
+        part.count = static_cast<int64_t>(row_lists.size() - begin);
+        if (part.count == 0) continue;
+        if (part.count != share.count) part.rows = row_lists.data() + begin;
+        parts.push_back(make_part(part, form));
+        parts.back().packed.exponents = exponents.data() + share.x_batch * x_rows * runs;
         parts.back().packed.runs = form == Form::kPlanes ? runs : 0;
       }
     }
@@ -169,35 +193,34 @@ struct Product {
     };
     std::vector<int64_t> pack_starts, task_starts;
     int64_t pack_items = 0, task_items = 0;
-    const int64_t outputs_of_x = batch / x_batches;  // batch entries of the result that share a part
     const int64_t tiles_n = first.tiles_n();
     for (const Part& part : parts) {
       pack_starts.push_back(pack_items);
       task_starts.push_back(task_items);
       pack_items += part.packed.blocks;
-      task_items += outputs_of_x * tiles_n * part.row_tasks;
+      task_items += part.share.weights * tiles_n * part.row_tasks;
     }
-    if (!share(pack_alone, pack_items, [&](int64_t item) {
+    if (!share_out(pack_alone, pack_items, [&](int64_t item) {
           const auto [part, block] = find(pack_starts, item);
-          engine.pack_block(part->packed, first, rows_at(x, part->x_batch), block);
+          engine.pack_block(part->packed, first, rows_at(x, part->share.x_batch), block);
         })) {
       return false;
     }
-    const bool done = share(small, task_items, [&](int64_t item) {
+    const bool done = share_out(small, task_items, [&](int64_t item) {
       const auto [part, within] = find(task_starts, item);
       const PackedX& packed = part->packed;
       const int64_t row_task = within % part->row_tasks;
-      const int64_t b = x_batches == 1 ? within / part->row_tasks / tiles_n : part->x_batch;
+      const int64_t b = part->share.first_weights + within / part->row_tasks / tiles_n;
       MatmulTask task{};
       task.weights = weights_at(weights, b);
       task.x = packed;
       task.block_begin = row_task * packed.blocks / part->row_tasks;
       task.block_end = (row_task + 1) * packed.blocks / part->row_tasks;
       task.tile = within / part->row_tasks % tiles_n;
-      task.bias = rows_at(operands.bias, b);
-      task.activation = operands.activation;
-      task.y = operands.y.at(b);
-      task.y_type = operands.y.type;
+      task.bias = rows_at(bias, b);
+      task.activation = activation;
+      task.y = y.at(b);
+      task.y_type = y.type;
       const int64_t task_rows = packed.block_begin(task.block_end) - packed.block_begin(task.block_begin);
       const int64_t floats = engine.scratch_floats(task.weights, task_rows);
       task.scratch = thread_buffer<Buffer::kTask>().reserve(static_cast<size_t>(floats));
@@ -217,9 +240,82 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi
   MatmulOperands operands;
   WONLY_RETURN_IF_ERROR(check_matmul(x, qw, scales, rest, *y, bits, shift_mode, has_bias, activation, operands));
   if (y->element_count() == 0) return ffi::Error::Success();
-  Product product{pool, *engine, operands};
+  const int64_t x_batches = operands.x.stride == 0 ? 1 : operands.batch;
+  Product product{pool,      *engine,   operands.weights, operands.x, operands.bias, operands.y, operands.activation,
+                  x_batches, operands.m};
   try {
-    return product.run() ? ffi::Error::Success() : out_of_memory();
+    std::vector<Share> shares;
+    for (int64_t b = 0; b < x_batches; ++b) shares.push_back({b, b, operands.batch / x_batches, nullptr, operands.m});
+    return product.run(shares) ? ffi::Error::Success() : out_of_memory();
+  } catch (const std::bad_alloc&) {
+    return out_of_memory();
+  }
+}
+
+// The rows of a ragged product, those of each expert together.
+struct ExpertRows {
+  std::vector<int32_t> rows;   // of all experts, then those without one
+  std::vector<int64_t> begin;  // [experts + 1], within rows
+
+  explicit ExpertRows(const RaggedOperands& operands)
+      : rows(static_cast<size_t>(operands.m)), begin(static_cast<size_t>(operands.experts) + 1) {
+    const int64_t experts = operands.experts;
+    if (operands.row_mode == RowMode::kSizes) {
+      for (int64_t e = 0; e < experts; ++e)
+        begin[e + 1] = std::min(operands.m, begin[e] + std::max<int64_t>(operands.rows[e], 0));
+      for (int64_t r = 0; r < operands.m; ++r) rows[r] = static_cast<int32_t>(r);
+      return;
+    }
+    const auto expert_of = [&](int64_t r) {
+      const int64_t e = operands.rows[r];
+      return e < 0 || e >= experts ? experts : e;
+    };
+    std::vector<int64_t> next(static_cast<size_t>(experts) + 2);
+    for (int64_t r = 0; r < operands.m; ++r) ++next[expert_of(r) + 1];
+    for (int64_t e = 0; e <= experts; ++e) next[e + 1] += next[e];
+    std::copy(next.begin(), next.begin() + experts + 1, begin.begin());
+    for (int64_t r = 0; r < operands.m; ++r) rows[next[expert_of(r)]++] = static_cast<int32_t>(r);
+  }
+};
+
+// Zeros the rows of y that have no expert.
+void zero_rest(const RaggedOperands& operands, int64_t width, const ExpertRows& order) {
+  const int64_t bytes = width * element_size(operands.y.type);
+  for (int64_t i = order.begin.back(); i < operands.m; ++i)
+    std::memset(operands.y.data + order.rows[i] * bytes, 0, static_cast<size_t>(bytes));
+}
+
+ffi::Error ragged_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                         ffi::AnyBuffer rows, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                         ffi::Result<ffi::AnyBuffer> scratch, int64_t bits, int64_t shift_mode, int64_t has_bias,
+                         int64_t activation, int64_t row_mode) {
+  std::string message;
+  const Engine* engine = active_engine(message);
+  if (engine == nullptr) return invalid(message);
+  RaggedOperands operands;
+  WONLY_RETURN_IF_ERROR(check_ragged(x, qw, scales, rows, rest, *y, *scratch, bits, shift_mode, has_bias, activation,
+                                     row_mode, false, operands));
+  if (y->element_count() == 0) return ffi::Error::Success();
+  operands.x.stride = operands.y.stride = 0;  // one batch entry of each
+  Product product{pool,
+                  *engine,
+                  operands.weights,
+                  operands.x,
+                  operands.bias,
+                  operands.y,
+                  operands.activation,
+                  1,
+                  operands.m / operands.repeat,
+                  operands.repeat};
+  try {
+    const ExpertRows order(operands);
+    zero_rest(operands, operands.weights.n, order);
+    std::vector<Share> shares;
+    for (int64_t e = 0; e < operands.experts; ++e) {
+      const int64_t count = order.begin[e + 1] - order.begin[e];
+      if (count > 0) shares.push_back({0, e, 1, order.rows.data() + order.begin[e], count});
+    }
+    return product.run(shares) ? ffi::Error::Success() : out_of_memory();
   } catch (const std::bad_alloc&) {
     return out_of_memory();
   }
@@ -287,6 +383,11 @@ ffi::Error dequantize(ffi::ThreadPool pool, ffi::AnyBuffer qw, ffi::AnyBuffer sc
 
 XLA_FFI_Error* matmul_handler(XLA_FFI_CallFrame* call_frame) {
   static const auto* handler = bind_matmul<ffi::ThreadPool>().To(matmul).release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* ragged_matmul_handler(XLA_FFI_CallFrame* call_frame) {
+  static const auto* handler = bind_ragged_matmul<ffi::ThreadPool>().To(ragged_matmul).release();
   return handler->Call(call_frame);
 }
 

@@ -4,7 +4,8 @@ Operands ``x[Mx, K]``, ``qw u32[E, Nt, Kt, 512]``, ``scales[E, G, N]``, ``rows``
 ``shift_mode`` is NONE, then ``bias[E or 1, N]`` if ``has_bias``; result ``[M, N]``. ``rows`` is ``s32[E]``
 or ``s32[M]`` as :class:`~jax_wonly._abi.RowMode` says. ``repeat`` rows of the result, which follow each other, share a
 row of x: ``M = repeat * Mx``, and 1 where rows are counted. Rows without an expert are zero. With ``transpose`` the
-first operand is ``[Mx, N]`` and the result ``[M, K]``: the product with the transposed weights, without bias or activation.
+first operand is ``[Mx, N]`` and the result ``[M, K]``: the product with the transposed weights, without bias or
+activation.
 
 Everything is differentiated and batched into the same primitive; a batch of rows, of ids or of weights becomes more
 rows and more experts of one call.
