@@ -1,0 +1,206 @@
+"""Perplexity of the small language model on held-out text, dense and quantized.
+
+    python examples/llm/perplexity.py [--tokens 65536] [--output benchmarks/results/llm-perplexity.json]
+
+The text is what ``corpus.py`` holds out of the Python and the packages that are installed here. Every model reads the
+same windows; ``kl`` is the mean Kullback-Leibler divergence of the next token's distribution from the dense model's, in
+nats, ``agreement`` how often both find the same token likeliest. Also draws a plot, as SVG.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tokenizers import Tokenizer
+
+import corpus
+import jax_wonly as jw
+import jax_wonly.nnx
+import llama
+from generate import CHECKPOINT
+from jax_wonly.progress import progress
+
+ROOT = Path(__file__).parents[2]
+SCHEMES = [(8, 128, "symmetric")] + [(4, g, mode) for mode in ("symmetric", "integer_zeros") for g in (32, 64, 128)]
+
+
+@dataclasses.dataclass
+class Variant:
+    """One way of keeping the weights, and what was measured of it."""
+
+    weights: str
+    bits: int
+    group_size: int | None
+    mode: str | None
+    bits_per_weight: float
+    linear_bytes: int
+    graph: nnx.GraphDef
+    state: nnx.State
+    sums: np.ndarray
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def measure(graph, state, batch: jax.Array, dense: jax.Array | None):
+    """Returns logits, and the sums over ``batch [batch, length + 1]`` of loss, divergence and agreement."""
+    logits, _ = nnx.merge(graph, state)(batch[:, :-1])
+    logs = jax.nn.log_softmax(logits)
+    reference = logs if dense is None else jax.nn.log_softmax(dense)
+    loss = -jnp.take_along_axis(logs, batch[:, 1:, None], axis=-1).sum()
+    divergence = (jnp.exp(reference) * (reference - logs)).sum()
+    agreement = (reference.argmax(-1) == logs.argmax(-1)).sum()
+    return logits, jnp.stack([loss, divergence, agreement.astype(jnp.float32)])
+
+
+def variants(model: llama.Llama, quiet: bool) -> list[Variant]:
+    linear = sum(layer.kernel[...].size for _, layer in nnx.iter_modules(model) if isinstance(layer, nnx.Linear))
+    # The checkpoint's values are bfloat16, whatever type this machine computes in.
+    found = [Variant("bfloat16", 16, None, None, 16.0, 2 * linear, *nnx.split(model), np.zeros(3))]
+    for bits, group_size, mode in SCHEMES if quiet else progress(SCHEMES, "quantize", unit="models"):
+        copy = nnx.clone(model)
+        report = jw.nnx.quantize(copy, bits, group_size, mode=mode, scale_dtype=jnp.bfloat16)
+        if any(layer.type == "Linear" for layer in report.skipped):
+            raise ValueError(f"not every layer can be quantized:\n{report}")
+        size = report.bytes_after
+        found.append(
+            Variant(f"int{bits}", bits, group_size, mode, 8 * size / linear, size, *nnx.split(copy), np.zeros(3))
+        )
+    return found
+
+
+def windows(folder: Path, config: llama.Config, tokens: int, batch: int) -> np.ndarray:
+    """Returns held-out tokens, int32 ``[batches, batch, length + 1]``, from windows spread over all of the text."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = corpus.encode(tokenizer, corpus.split()[1])
+    length = config.max_position_embeddings
+    count = (len(text) - 1) // length
+    batches = min(-(-tokens // (batch * length)), count // batch)
+    chosen = np.unique(np.linspace(0, count - 1, batches * batch).astype(int))
+    return text[chosen[:, None] * length + np.arange(length + 1)].reshape(batches, batch, -1).astype(np.int32)
+
+
+def plot(rows: list[dict]) -> str:
+    """Returns an SVG of perplexity over bits per weight; the dense model is the dashed line."""
+    width, height, left, bottom, top, right = 560, 320, 64, 48, 24, 16
+    dense = rows[0]["perplexity"]
+    points = rows[1:]
+    values = [row["perplexity"] for row in rows]
+    low, high = min(values), max(values)
+    low, high = low - 0.1 * (high - low), high + 0.1 * (high - low)
+    most = math.ceil(max(row["bits_per_weight"] for row in points)) + 0.5
+    step = 10 ** math.floor(math.log10((high - low) / 2))
+    step *= next(f for f in (1, 2, 5, 10) if (high - low) / (f * step) <= 6)
+    digits = max(0, -math.floor(math.log10(step)))
+
+    def x(bits):
+        return left + (bits - 4) / (most - 4) * (width - left - right)
+
+    def y(value):
+        return top + (high - value) / (high - low) * (height - top - bottom)
+
+    body = []
+    for i in range(math.ceil(low / step), math.floor(high / step) + 1):
+        at = y(i * step)
+        body.append(f'<path d="M{left} {at:.1f}H{width - right}" stroke="#ddd"/>')
+        body.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{i * step:.{digits}f}</text>')
+    for bits in range(4, math.floor(most) + 1):
+        body.append(f'<text x="{x(bits):.1f}" y="{height - bottom + 18}" text-anchor="middle">{bits}</text>')
+    body.append(f'<path d="M{left} {y(dense):.1f}H{width - right}" stroke="#555" stroke-dasharray="5 4"/>')
+    body.append(f'<text x="{width - right}" y="{y(dense) - 6:.1f}" text-anchor="end">dense</text>')
+    colours = {"symmetric": "#1f77b4", "integer_zeros": "#d62728"}
+    for mode, colour in colours.items():
+        chosen = sorted((row["bits_per_weight"], row["perplexity"], row) for row in points if row["mode"] == mode)
+        fours = [f"{x(bits):.1f} {y(value):.1f}" for bits, value, row in chosen if row["bits"] == 4]
+        body.append(f'<path d="M{"L".join(fours)}" fill="none" stroke="{colour}"/>')
+        for bits, value, row in chosen:
+            body.append(f'<circle cx="{x(bits):.1f}" cy="{y(value):.1f}" r="4" fill="{colour}"/>')
+            label = f"{row['weights']}, {row['group_size']}"
+            body.append(f'<text x="{x(bits) + 8:.1f}" y="{y(value) - 6:.1f}" fill="{colour}">{label}</text>')
+    for i, (mode, colour) in enumerate(colours.items()):
+        at = top + 16 * i + 12
+        body.append(f'<text x="{width - right}" y="{at}" text-anchor="end" fill="{colour}">{mode}</text>')
+    middle = (left + width - right) / 2
+    body.append(f'<text x="{middle}" y="{height - 10}" text-anchor="middle">bits per weight, scales included</text>')
+    body.append(f'<text transform="translate(16 {height / 2}) rotate(-90)" text-anchor="middle">perplexity</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="folder of model and tokenizer")
+    parser.add_argument("--tokens", type=int, default=65536, help="how many to read (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="windows at once (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "llm-perplexity.json")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "llm-perplexity.svg")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    args = parser.parse_args(arguments)
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    try:
+        model = llama.load(args.checkpoint / "model.safetensors", dtype)
+    except (FileNotFoundError, ValueError) as error:
+        print(f"perplexity: {error}", file=sys.stderr)
+        return 1
+    batches = windows(args.checkpoint, model.config, args.tokens, args.batch)
+    measured = variants(model, args.quiet)
+    for batch in batches if args.quiet else progress(batches, "perplexity", unit="batches"):
+        dense = None
+        for variant in measured:
+            logits, sums = measure(variant.graph, variant.state, batch, dense)
+            dense = logits if dense is None else dense
+            variant.sums += np.asarray(sums, np.float64)
+
+    count = batches[:, :, 1:].size
+    rows: list[dict] = []
+    for variant in measured:
+        loss, kl, agreement = (variant.sums / count).tolist()
+        perplexity = math.exp(loss)
+        rows.append(
+            {
+                "weights": variant.weights,
+                "bits": variant.bits,
+                "group_size": variant.group_size,
+                "mode": variant.mode,
+                "bits_per_weight": round(variant.bits_per_weight, 3),
+                "linear_bytes": variant.linear_bytes,
+                "loss": round(loss, 5),
+                "perplexity": round(perplexity, 4),
+                "increase_percent": round(100 * (perplexity / rows[0]["perplexity"] - 1), 3) if rows else 0.0,
+                "kl": round(kl, 6),
+                "agreement": round(agreement, 5),
+            }
+        )
+    result = {
+        "device": jax.devices()[0].device_kind,
+        "tokens": count,
+        "compute": jnp.dtype(dtype).name,
+        "jax_wonly": jw.__version__,
+        "text": corpus.facts(),
+        "rows": rows,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    args.plot.write_text(plot(rows))
+    print(f"{'weights':<10}{'group':>6}  {'mode':<14}{'bits':>6}{'perplexity':>12}{'more':>9}{'kl':>10}{'same':>8}")
+    for row in rows:
+        print(
+            f"{row['weights']:<10}{row['group_size'] or '-':>6}  {row['mode'] or '-':<14}{row['bits_per_weight']:>6.2f}"
+            f"{row['perplexity']:>12.3f}{row['increase_percent']:>8.2f}%{row['kl']:>10.5f}{row['agreement']:>8.3f}"
+        )
+    print(f"{count} tokens; written to {args.output} and {args.plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
