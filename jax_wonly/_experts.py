@@ -10,12 +10,14 @@ import numpy as np
 
 from jax_wonly import _ffi
 from jax_wonly._abi import RowMode
+from jax_wonly._explicit import explicit_mesh, ragged_on_mesh
 from jax_wonly._matmul import resolve_activation, resolve_precision
 from jax_wonly._quantize import shift_mode_of
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import FLOATS, check_array, check_finite, check_float_dtype, check_weights
-from jax_wonly.primitives.experts import Params, ids_of_sizes
+from jax_wonly.primitives.experts import Params
 from jax_wonly.primitives.experts import ragged_matmul as _bind
+from jax_wonly.primitives.experts_sharding import ids_of_sizes
 
 _INTEGERS = ("int32", "int64", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 
@@ -76,7 +78,7 @@ def ragged_dot(
     rows, mode = _to_int32(group_sizes), RowMode.SIZES
     if group_offset is not None:
         rows, mode = _ids_from_offset(rows, group_offset, lhs.shape[0], experts), RowMode.IDS
-    return _call(lhs, rhs, rows, mode, 1, bias, activation, preferred_element_type, precision, implementation)
+    return _call(lhs, rhs, rows, mode, bias, activation, preferred_element_type, precision, implementation)
 
 
 def gather_matmul(
@@ -119,29 +121,15 @@ def gather_matmul(
             f"jax_wonly: expert_ids={_short(expert_ids)} has ids out of range; accepted: 0 to {experts - 1} (ids that "
             "are only known on the device may lie outside: their rows are zero)."
         )
-    lead = x.shape[:-1]
     try:
-        shape = jnp.broadcast_shapes(lead, expert_ids.shape)
+        jnp.broadcast_shapes(x.shape[:-1], expert_ids.shape)
     except ValueError:
         raise ValueError(
-            f"jax_wonly: expert_ids has shape {tuple(expert_ids.shape)}; accepted: what broadcasts with {tuple(lead)}, "
-            "the leading axes of x."
+            f"jax_wonly: expert_ids has shape {tuple(expert_ids.shape)}; accepted: what broadcasts with "
+            f"{tuple(x.shape[:-1])}, the leading axes of x."
         ) from None
-    ids = jnp.broadcast_to(_to_int32(expert_ids), shape).reshape(-1)
-    padded = (1,) * (len(shape) - len(lead)) + tuple(lead)
-    shared = len(shape)  # rows of x serve all ids of the axes from here on, where the shapes allow it
-    while shared and padded[shared - 1] == 1:
-        shared -= 1
-    repeat = 1
-    if padded[:shared] == shape[:shared] and all(isinstance(s, int) for s in shape[shared:]):
-        repeat = max(math.prod(shape[shared:]), 1)
-        rows_of_x = jnp.reshape(x, (-1, qt.k))
-    else:
-        rows_of_x = jnp.broadcast_to(jnp.reshape(x, (*padded, qt.k)), (*shape, qt.k)).reshape(-1, qt.k)
-    y = _call(
-        rows_of_x, qt, ids, RowMode.IDS, repeat, bias, activation, preferred_element_type, precision, implementation
-    )
-    return y.reshape(*shape, y.shape[-1])
+    rows = _to_int32(expert_ids)
+    return _call(x, qt, rows, RowMode.IDS, bias, activation, preferred_element_type, precision, implementation)
 
 
 def _check_experts(name: str, qt) -> None:
@@ -194,7 +182,7 @@ def _ids_from_offset(sizes, offset, m, experts: int) -> jax.Array:
 
 
 def _call(
-    x, qt: QuantizedTensor, rows, mode, repeat, bias, activation, preferred_element_type, precision, implementation
+    x, qt: QuantizedTensor, rows, mode, bias, activation, preferred_element_type, precision, implementation
 ) -> jax.Array:
     experts, k, n = qt.shape
     out_dtype = x.dtype
@@ -217,7 +205,7 @@ def _call(
         precision=resolve_precision(precision),
         implementation=_ffi.resolve_implementation(implementation),
         row_mode=mode,
-        repeat=repeat,
+        repeat=1,
     )
     operands = [x, qt.qvalue, qt.scales, rows, qt.zeros, qt.offsets, bias]
     return _product(*(a for a in operands if a is not None), params=params)
@@ -225,4 +213,23 @@ def _call(
 
 @partial(jax.jit, static_argnames="params", inline=True)
 def _product(*operands, params: Params):
-    return _bind(*operands, params=params)
+    mesh = explicit_mesh(operands)
+    if mesh is not None:
+        return ragged_on_mesh(mesh, _flat, operands, params)
+    return _flat(*operands, params=params)
+
+
+def _flat(x, qw, scales, rows, *rest, params: Params):
+    """The product of x ``[..., K]`` with ids of a shape that broadcasts with its leading axes."""
+    if params.row_mode == RowMode.SIZES:
+        return _bind(x, qw, scales, rows, *rest, params=params)
+    shape = jnp.broadcast_shapes(x.shape[:-1], rows.shape)
+    x = x.reshape((1,) * (len(shape) + 1 - x.ndim) + x.shape)
+    ids = jnp.broadcast_to(rows, shape).reshape(-1)
+    shared = len(shape)  # one row of x serves all ids of the axes from here on
+    while shared and x.shape[shared - 1] == 1 and isinstance(shape[shared - 1], int):
+        shared -= 1
+    repeat = max(math.prod(shape[shared:]), 1)
+    x = jnp.broadcast_to(x, (*shape[:shared], *x.shape[shared:]))
+    y = _bind(x.reshape(-1, x.shape[-1]), qw, scales, ids, *rest, params=params._replace(repeat=repeat))
+    return y.reshape(*shape, y.shape[-1])

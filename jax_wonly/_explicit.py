@@ -6,12 +6,14 @@ is; what the shapes do not divide is gathered first.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_wonly._abi import Activation
+from jax_wonly._abi import Activation, RowMode
+from jax_wonly.primitives import experts, experts_sharding
 from jax_wonly.primitives.matmul import Params, epilogue
 from jax_wonly.primitives.matmul_sharding import splits
 
@@ -34,6 +36,46 @@ def _axes(a: jax.Array) -> list[Axes]:
     return [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in spec]
 
 
+class _Taken:
+    """Hands every mesh axis to one dimension."""
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        self.axes: set[str] = set()
+
+    def take(self, axes: Axes, parts: int) -> Axes:
+        """``axes``, unless they do not divide the dimension or have been given to another."""
+        size = math.prod(self.mesh.shape[a] for a in axes)
+        if size == 1 or parts % size or self.axes & set(axes):
+            return ()
+        self.axes.update(axes)
+        return axes
+
+    def take_leads(self, arrays: Sequence[jax.Array], leads: Sequence[tuple[int, ...]]) -> list[Axes]:
+        """The axes of the dimensions that the ``leads``, leading dimensions of the arrays, broadcast to."""
+        batch = []
+        for i in range(-max(map(len, leads)), 0):
+            of_axis = [
+                (lead[i], _axes(a)[len(lead) + i]) for a, lead in zip(arrays, leads, strict=True) if len(lead) >= -i
+            ]
+            size, axes = max(of_axis, key=lambda of: (of[0] != 1, len(of[1])))
+            batch.append(self.take(axes, size))
+        return batch
+
+
+def _lead_spec(a: jax.Array, lead: tuple[int, ...], batch: Sequence[Axes]) -> list[Axes]:
+    return [axes if a.shape[j] != 1 else () for j, axes in enumerate(batch[len(batch) - len(lead) :])]
+
+
+def _on_mesh(mesh, compute: Callable, operands: Sequence[jax.Array], specs, out):
+    """``compute`` of every device's shards; ``specs`` and ``out`` give the axes of each dimension."""
+    of = [PartitionSpec(*(axes or None for axes in spec)) for spec in specs]
+    operands = [jax.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(operands, of, strict=True)]
+    names = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    out = PartitionSpec(*(axes or None for axes in out))
+    return jax.shard_map(compute, mesh=mesh, in_specs=tuple(of), out_specs=out, axis_names=names)(*operands)
+
+
 def matmul_on_mesh(mesh, product: Callable, operands: Sequence[jax.Array], ranks: Sequence[int], params: Params):
     """``product(operands, params)``, each device with its shards.
 
@@ -48,37 +90,18 @@ def matmul_on_mesh(mesh, product: Callable, operands: Sequence[jax.Array], ranks
     x, qw, scales, *_ = operands
     groups, n = scales.shape[-2:]
     k_parts, n_parts = splits(p.k, n, groups, p.bits)
-    taken: set[str] = set()
-
-    def take(axes: Axes, parts: int) -> Axes:
-        """``axes``, unless they do not divide the dimension or have been given to another."""
-        size = math.prod(mesh.shape[a] for a in axes)
-        if size == 1 or parts % size or taken & set(axes):
-            return ()
-        taken.update(axes)
-        return axes
-
+    taken = _Taken(mesh)
     leads = [a.shape[: a.ndim - r] for a, r in zip(operands, ranks, strict=True)]
-    rank = max(map(len, leads))
-    batch = []
-    for i in range(-rank, 0):
-        of_axis = [
-            (lead[i], _axes(a)[len(lead) + i]) for a, lead in zip(operands, leads, strict=True) if len(lead) >= -i
-        ]
-        size, axes = max(of_axis, key=lambda of: (of[0] != 1, len(of[1])))
-        batch.append(take(axes, size))
-    n_axes = take(_axes(qw)[-3], n_parts)
-    k_axes = take(_axes(qw)[-2], k_parts) or take(_axes(x)[-1], k_parts)
-    rows = take(_axes(x)[-2], x.shape[-2])
+    batch = taken.take_leads(operands, leads)
+    n_axes = taken.take(_axes(qw)[-3], n_parts)
+    k_axes = taken.take(_axes(qw)[-2], k_parts) or taken.take(_axes(x)[-1], k_parts)
+    rows = taken.take(_axes(x)[-2], x.shape[-2])
 
     per_group = k_axes if groups > 1 else ()
     of_rank = {3: (n_axes, k_axes, ()), 2: (per_group, n_axes), 1: (n_axes,)}
     specs = []
     for i, (a, lead, r) in enumerate(zip(operands, leads, ranks, strict=True)):
-        dims = [axes if a.shape[j] != 1 else () for j, axes in enumerate(batch[rank - len(lead) :])]
-        dims += (rows, k_axes) if i == 0 else of_rank[r]
-        specs.append(PartitionSpec(*(d or None for d in dims)))
-    operands = [jax.reshard(a, NamedSharding(mesh, spec)) for a, spec in zip(operands, specs, strict=True)]
+        specs.append([*_lead_spec(a, lead, batch), *((rows, k_axes) if i == 0 else of_rank[r])])
     local = p._replace(k=p.k // math.prod(mesh.shape[a] for a in k_axes))
 
     def compute(*operands):
@@ -88,6 +111,40 @@ def matmul_on_mesh(mesh, product: Callable, operands: Sequence[jax.Array], ranks
         operands, bias = (operands[:-1], operands[-1:]) if p.has_bias else (operands, ())
         return epilogue(jax.lax.psum(product(operands, part), k_axes), bias, p)
 
-    out = PartitionSpec(*(axes or None for axes in (*batch, rows, n_axes)))
-    names = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-    return jax.shard_map(compute, mesh=mesh, in_specs=tuple(specs), out_specs=out, axis_names=names)(*operands)
+    return _on_mesh(mesh, compute, operands, specs, (*batch, rows, n_axes))
+
+
+def ragged_on_mesh(mesh, product: Callable, operands: Sequence[jax.Array], params: experts.Params):
+    """``product(*operands, params=params)``, each device with its shards.
+
+    Args:
+      mesh: the mesh of the operands.
+      product: the product on one device.
+      operands: x ``[..., K]``, qw, scales, the sizes ``[E]`` or the ids ``[...]`` that broadcast with the leading axes
+        of x, then shift and bias if there are any.
+      params: of the whole product.
+    """
+    p = params
+    x, qw, scales, rows, *_ = operands
+    groups, n = scales.shape[-2:]
+    by_sizes = p.row_mode == RowMode.SIZES
+    k_parts, n_parts = splits(p.k, n, groups, p.bits)
+    taken = _Taken(mesh)
+    expert_axes = taken.take(_axes(qw)[0], qw.shape[0])
+    rows_lead = () if by_sizes else rows.shape
+    batch = taken.take_leads((x, rows), (x.shape[:-1], rows_lead))
+    n_axes = taken.take(_axes(qw)[1], n_parts)
+    k_axes = taken.take(_axes(qw)[2], k_parts) or taken.take(_axes(x)[-1], k_parts)
+    split = experts_sharding.Split(tuple(a for axes in batch for a in axes), expert_axes, k_axes, n_axes)
+
+    specs, _ = split.specs([a.ndim for a in operands], groups, by_sizes, False)
+    specs[0] = (*_lead_spec(x, x.shape[:-1], batch), k_axes)
+    specs[3] = ((),) if by_sizes else _lead_spec(rows, rows_lead, batch)
+
+    def finish(y, bias, rows, params):
+        if params.row_mode == RowMode.IDS:
+            rows = jnp.broadcast_to(rows, y.shape[:-1]).reshape(-1)
+        return experts.finish(y.reshape(-1, y.shape[-1]), bias, rows, params, qw.shape[0]).reshape(y.shape)
+
+    compute = partial(experts_sharding.compute, product, finish, mesh, split, p)
+    return _on_mesh(mesh, compute, operands, specs, (*batch, n_axes))

@@ -12,6 +12,7 @@ rows and more experts of one call.
 """
 
 import functools
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,9 @@ from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives._common import align_varying, make_primitive, register_lowerings
+from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
 from jax_wonly.primitives.matmul import ACTIVATIONS, compute_dtype, dense_precision, group_sums, split_rest
+from jax_wonly.primitives.matmul_sharding import allow_partitioning
 
 ragged_matmul_p = make_primitive("wonly_ragged_matmul")
 
@@ -52,14 +55,6 @@ def ragged_matmul(x, qw, scales, rows, *rest, params: Params) -> jax.Array:
 
 
 # Rows and experts.
-
-
-def ids_of_sizes(sizes, m, start: Any = 0) -> jax.Array:
-    """The expert of each of the ``m`` rows from row ``start`` on, s32 ``[m]``; their number beyond all groups."""
-    largest = np.iinfo(np.int32).max // max(sizes.shape[0], 1)  # the sum of all fits
-    ends = jnp.cumsum(jnp.clip(sizes, 0, largest))
-    row = start + jnp.arange(m, dtype=jnp.int32)
-    return (row[:, None] >= ends).sum(1, dtype=jnp.int32)
 
 
 def expert_ids(rows, m, p: Params) -> jax.Array:
@@ -115,7 +110,7 @@ def _by_expert(x, rows, arrays, weight_of, outputs: int, p: Params) -> jax.Array
 # Evaluation.
 
 
-def epilogue(y, bias, ids, p: Params) -> jax.Array:
+def _epilogue(y, bias, ids, p: Params) -> jax.Array:
     """Bias and activation of float32 sums; rows without an expert stay zero, as every activation of zero is."""
     if bias:
         (b,) = bias
@@ -125,15 +120,17 @@ def epilogue(y, bias, ids, p: Params) -> jax.Array:
     return ACTIVATIONS[p.activation](y).astype(p.out_dtype)
 
 
-def _finish(y, rows, bias, experts: int, p: Params) -> jax.Array:
+def finish(y, bias, rows, p: Params, experts: int) -> jax.Array:
+    """The epilogue of sums ``y[M, N]`` whose rows belong to ``rows``."""
     if not bias:
-        return epilogue(y, (), None, p)
+        return _epilogue(y, (), None, p)
     ids = expert_ids(rows, y.shape[0], p)
-    return jnp.where(_valid(ids, experts)[:, None], epilogue(y, bias, ids, p), 0)
+    return jnp.where(_valid(ids, experts)[:, None], _epilogue(y, bias, ids, p), 0)
 
 
-def _reference(x, qw, scales, rows, *rest, p: Params) -> jax.Array:
+def _reference(x, qw, scales, rows, *rest, params: Params) -> jax.Array:
     """XLA's operations alone, one expert after the other."""
+    p = params
     shift, bias = split_rest(rest, p.shift_mode)
     dtype = compute_dtype(x.dtype, p.precision)
 
@@ -144,7 +141,7 @@ def _reference(x, qw, scales, rows, *rest, p: Params) -> jax.Array:
 
     outputs = p.k if p.transpose else scales.shape[-1]
     y = _by_expert(x, rows, (qw, scales, *shift), weight_of, outputs, p)
-    return _finish(y, rows, bias, qw.shape[0], p)
+    return finish(y, bias, rows, p, qw.shape[0])
 
 
 def _via_dense(x, qw, scales, rows, *rest, p: Params) -> jax.Array:
@@ -155,7 +152,7 @@ def _via_dense(x, qw, scales, rows, *rest, p: Params) -> jax.Array:
     if p.transpose:
         w = jnp.swapaxes(w, 1, 2)
     y = _dense_ragged(x.astype(dtype), w, rows, p, dense_precision(dtype, p.precision))
-    return _finish(y, rows, bias, qw.shape[0], p)
+    return finish(y, bias, rows, p, qw.shape[0])
 
 
 def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
@@ -192,13 +189,15 @@ def _evaluate(x, qw, scales, rows, *rest, params: Params, platform: str):
     shape = _result_shape(x, scales, rows, p)
     if any(map(_is_zero, shape)):
         return jnp.zeros(shape, p.out_dtype)
-    if not _ffi.use_native(p.implementation, platform):
-        return _reference(x, qw, scales, rows, *rest, p=p)
-    return _native(x, qw, scales, rows, *rest, params=p, platform=platform)
+    if _ffi.use_native(p.implementation, platform):
+        evaluate = partial(_native, platform=platform)
+    else:
+        evaluate = _reference
+    of_all = partial(finish, experts=qw.shape[0])
+    return partitioned(evaluate, of_all, x, qw, scales, rows, *rest, params=p)
 
 
 def _native(x, qw, scales, rows, *rest, params: Params, platform: str):
-    """What one device computes of its shards."""
     if _prefers_kernel(params, platform):
         return _kernel(x, qw, scales, rows, *rest, p=params, platform=platform)
     return _via_dense(x, qw, scales, rows, *rest, p=params)
@@ -266,7 +265,7 @@ def _batch_bias(operands, axes, size: int, p: Params):
     rows_axis = axes[3]
 
     def add(y, rows, b):
-        return _finish(y, rows, (b,), qw.shape[-4], p)
+        return finish(y, (b,), rows, p, qw.shape[-4])
 
     return jax.vmap(add, in_axes=(y_axis, rows_axis, axes[-1]))(y, rows, rest[-1]), 0
 
@@ -308,7 +307,7 @@ def _jvp(primals, tangents, *, params: Params):
         terms.append(_shift_tangent(x, scales, shift_dot[0], rows, p))
     if bias_dot and not isinstance(bias_dot[0], ad.Zero):
         zero = jnp.zeros(y.shape, jnp.float32)
-        terms.append(_finish(zero, rows, bias_dot, qw.shape[0], p._replace(out_dtype=jnp.dtype(jnp.float32))))
+        terms.append(finish(zero, bias_dot, rows, p._replace(out_dtype=jnp.dtype(jnp.float32)), qw.shape[0]))
     if not terms:
         return y, ad.Zero(jax.typeof(y).to_tangent_aval())
     if len(terms) == 1:
@@ -384,6 +383,7 @@ def _scales_cotangent(ct, x, qw, rows, shift, aval, p: Params):
 
 
 register_lowerings(ragged_matmul_p, _evaluate)
+allow_partitioning(ragged_matmul_p)
 batching.primitive_batchers[ragged_matmul_p] = _batch
 ad.primitive_jvps[ragged_matmul_p] = _jvp
 ad.primitive_transposes[ragged_matmul_p] = _transpose

@@ -6,7 +6,7 @@ right.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,44 @@ def splits(k: int, n: int, groups: int, bits: int) -> tuple[int, int]:
     return k_parts, n_parts
 
 
+class RuleBuilder:
+    """Collects the factors of a Shardy rule."""
+
+    def __init__(self):
+        self.sizes: dict[str, int] = {}
+
+    def dim(self, size: int, factor: str, parts: int, split: bool):
+        """A dimension as ``parts`` of something, or one that stays whole."""
+        if not split:
+            return f"{factor}_whole_{size}"
+        if size == parts:
+            return factor
+        rest = f"{factor}_rest_{size}"
+        self.sizes[rest] = size // parts
+        self.sizes[factor] = parts
+        return CompoundFactor(factor, rest)
+
+    def build(self, operands: Sequence[ArrayMapping], result: ArrayMapping, split: set[str], reduced: set[str]):
+        """The rule in which the factors ``split`` may be split, the ``reduced`` ones of them with a sum."""
+        factors: list[str] = []  # in order of first appearance, as the verifier wants them
+        whole: set[str] = set()
+        for mapping in (*operands, result):
+            for d in mapping:
+                for factor in (d,) if isinstance(d, str) else d:
+                    if factor not in factors:
+                        factors.append(factor)
+                    if isinstance(d, str):
+                        whole.add(factor)
+        return SdyShardingRule(
+            tuple(operands),
+            (result,),
+            reduction_factors=tuple(f for f in factors if f in reduced & split),
+            need_replication_factors=tuple(f for f in factors if f not in split),
+            # What is a whole dimension somewhere has its size from there.
+            **{f: size for f, size in self.sizes.items() if f not in whole},  # type: ignore[arg-type]
+        )
+
+
 def _rule(params, shapes, mesh, value_types, result_types) -> SdyShardingRule:
     """The Shardy rule of one product, whose operand shapes are ``shapes``."""
     del value_types, result_types
@@ -48,20 +86,9 @@ def _rule(params, shapes, mesh, value_types, result_types) -> SdyShardingRule:
     k_parts, n_parts = splits(p.k, n, groups, p.bits)
     # Shardy would split a mesh axis that does not divide a factor, and custom_partitioning cannot follow.
     split_k, split_n = k_parts % devices == 0, n_parts % devices == 0
-    sizes: dict[str, int] = {}
-
-    def dim(size: int, factor: str, parts: int, split: bool):
-        """A dimension as ``parts`` of something, or one that stays whole."""
-        if not split:
-            return f"{factor}_whole_{size}"
-        if size == parts:
-            return factor
-        rest = f"{factor}_rest_{size}"
-        sizes[rest] = size // parts
-        return CompoundFactor(factor, rest)
-
-    k_of = partial(dim, factor="k", parts=k_parts, split=split_k)
-    n_of = partial(dim, factor="n", parts=n_parts, split=split_n)
+    rule = RuleBuilder()
+    k_of = partial(rule.dim, factor="k", parts=k_parts, split=split_k)
+    n_of = partial(rule.dim, factor="n", parts=n_parts, split=split_n)
     lead = next((s[0] for s in shapes if s[0] != 1), 1)
 
     def lead_of(index: int):
@@ -77,72 +104,64 @@ def _rule(params, shapes, mesh, value_types, result_types) -> SdyShardingRule:
         operands.append(
             ArrayMapping(lead_of(i), group_dim, n_of(n)) if len(shapes[i]) == 3 else ArrayMapping(lead_of(i), n_of(n))
         )
-    result = ArrayMapping("b", "m", outputs)
+    split = {"b", "m"} | ({"k"} if split_k else set()) | ({"n"} if split_n else set())
+    return rule.build(operands, ArrayMapping("b", "m", outputs), split, {"n"} if p.transpose else {"k"})
 
-    factors: list[str] = []  # in order of first appearance, as the verifier wants them
-    whole: set[str] = set()
-    for mapping in (*operands, result):
-        for d in mapping:
-            for factor in (d,) if isinstance(d, str) else d:
-                if factor not in factors:
-                    factors.append(factor)
-                if isinstance(d, str):
-                    whole.add(factor)
-    reduction = ("n" if split_n else None) if p.transpose else ("k" if split_k else None)
-    splittable = {"b", "m"} | ({"k"} if split_k else set()) | ({"n"} if split_n else set())
-    for name, parts, split in (("k", k_parts, split_k), ("n", n_parts, split_n)):
-        if split and name not in whole:
-            sizes[name] = parts
-    return SdyShardingRule(
-        tuple(operands),
-        (result,),
-        reduction_factors=(reduction,) if reduction else (),
-        need_replication_factors=tuple(f for f in factors if f not in splittable),
-        **sizes,  # type: ignore[arg-type]
-    )
+
+def axes_of(shape, dim: int) -> tuple[str, ...]:
+    """The mesh axes that a dimension is split over."""
+    spec = tuple(shape.sharding.spec) + (None,) * len(shape.shape)
+    axes = spec[dim]
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def usable(mesh, axes: tuple[str, ...], parts: int, taken: tuple[str, ...]) -> tuple[str, ...]:
+    """``axes``, unless they do not divide the dimension or have been given to another."""
+    size = math.prod(mesh.shape[a] for a in axes)
+    return axes if size > 1 and parts % size == 0 and not set(axes) & set(taken) else ()
+
+
+def named(mesh, *dims: tuple[str, ...]) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
+
+
+def unnamed_partition(evaluate: Callable, mesh, arg_shapes, result_shape: Any):
+    """Every device computes the whole where XLA names no axes, as inside a partly manual mesh; None where it does."""
+    if all(isinstance(s.sharding, NamedSharding) for s in (*arg_shapes, result_shape)):
+        return None
+    # Only the private class of such a sharding can make a replicated one for the same devices.
+    unnamed: Any = result_shape.sharding
+    whole = type(unnamed).get_replicated(unnamed._device_assignment)
+    return mesh, evaluate, whole, (whole,) * len(arg_shapes)
 
 
 def _partition(evaluate: Callable, epilogue: Callable, params, mesh, arg_shapes, result_shape: Any):
     """Shardings of the operands, and what each device computes."""
     p = params
     x, qw, scales, *rest = arg_shapes
-    if not all(isinstance(s.sharding, NamedSharding) for s in (*arg_shapes, result_shape)):
-        # Inside a partly manual mesh XLA names no axes: every device computes the whole.
-        # Only the private class of such a sharding can make a replicated one for the same devices.
-        unnamed: Any = result_shape.sharding
-        whole = type(unnamed).get_replicated(unnamed._device_assignment)
-        return mesh, partial(evaluate, params=p), whole, (whole,) * len(arg_shapes)
+    if (whole := unnamed_partition(partial(evaluate, params=p), mesh, arg_shapes, result_shape)) is not None:
+        return whole
 
     groups, n = scales.shape[1:]
     k_parts, n_parts = splits(p.k, n, groups, p.bits)
-
-    def axes_of(shape, dim: int) -> tuple[str, ...]:
-        spec = tuple(shape.sharding.spec) + (None,) * len(shape.shape)
-        axes = spec[dim]
-        return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-    def usable(axes: tuple[str, ...], parts: int, taken: tuple[str, ...]) -> tuple[str, ...]:
-        size = math.prod(mesh.shape[a] for a in axes)
-        return axes if size > 1 and parts % size == 0 and not set(axes) & set(taken) else ()
-
-    lead = usable(axes_of(result_shape, 0), result_shape.shape[0], ())
-    rows = usable(axes_of(result_shape, 1), result_shape.shape[1], lead)
+    lead = usable(mesh, axes_of(result_shape, 0), result_shape.shape[0], ())
+    rows = usable(mesh, axes_of(result_shape, 1), result_shape.shape[1], lead)
     outer_parts, inner_parts = (k_parts, n_parts) if p.transpose else (n_parts, k_parts)
-    outputs = usable(axes_of(result_shape, 2), outer_parts, lead + rows)
-    summed = usable(axes_of(x, 2), inner_parts, lead + rows + outputs)
+    outputs = usable(mesh, axes_of(result_shape, 2), outer_parts, lead + rows)
+    taken = lead + rows + outputs
+    summed = usable(mesh, axes_of(x, 2), inner_parts, taken)
+    # A whole x is sliced for free; weights that are split along the sum would have to be gathered.
+    summed = summed or usable(mesh, axes_of(qw, 1 if p.transpose else 2), inner_parts, taken)
     k_axes, n_axes = (outputs, summed) if p.transpose else (summed, outputs)
-
-    def sharding(*dims):
-        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
 
     def lead_of(shape):
         return lead if shape.shape[0] != 1 else ()
 
     per_group = k_axes if groups > 1 else ()
-    shardings = [sharding(lead_of(x), rows, summed), sharding(lead_of(qw), n_axes, k_axes, ())]
+    shardings = [named(mesh, lead_of(x), rows, summed), named(mesh, lead_of(qw), n_axes, k_axes, ())]
     for a in (scales, *rest):
         dims = (per_group, n_axes) if len(a.shape) == 3 else (n_axes,)
-        shardings.append(sharding(lead_of(a), *dims))
+        shardings.append(named(mesh, lead_of(a), *dims))
     local = p._replace(k=p.k // math.prod(mesh.shape[a] for a in k_axes))
 
     def compute(*operands):
@@ -154,7 +173,14 @@ def _partition(evaluate: Callable, epilogue: Callable, params, mesh, arg_shapes,
         y = jax.lax.psum(evaluate(*operands, params=part), summed)
         return epilogue(y, bias, p)
 
-    return mesh, compute, sharding(lead, rows, outputs), tuple(shardings)
+    return mesh, compute, named(mesh, lead, rows, outputs), tuple(shardings)
+
+
+def with_partitioning(function: Callable, partition: Callable, rule: Callable, *operands: jax.Array) -> jax.Array:
+    """``function(*operands)``, split over the devices of a computation that has several."""
+    split = custom_partitioning(lambda *operands: function(*operands))  # wants a function without keywords
+    split.def_partition(partition=partition, sharding_rule=partial(rule, tuple(a.shape for a in operands)))
+    return split(*operands)
 
 
 def partitioned(evaluate: Callable, epilogue: Callable, *operands: jax.Array, params) -> jax.Array:
@@ -162,13 +188,5 @@ def partitioned(evaluate: Callable, epilogue: Callable, *operands: jax.Array, pa
 
     ``epilogue(y, bias, params)`` is what follows a sum over devices.
     """
-
-    @custom_partitioning
-    def function(*operands):
-        return evaluate(*operands, params=params)
-
-    function.def_partition(
-        partition=partial(_partition, evaluate, epilogue, params),
-        sharding_rule=partial(_rule, params, tuple(a.shape for a in operands)),
-    )
-    return function(*operands)
+    partition = partial(_partition, evaluate, epilogue, params)
+    return with_partitioning(partial(evaluate, params=params), partition, partial(_rule, params), *operands)
