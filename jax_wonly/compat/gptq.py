@@ -1,0 +1,107 @@
+"""GPTQ's arrays: codes packed down the inputs, zeros along the outputs, and a group for every input.
+
+``qweight`` int32 ``[K * bits / 32, N]``, ``qzeros`` int32 ``[K / G, N * bits / 32]``, both streams of bits with the
+lowest first, ``scales [K / G, N]`` and ``g_idx [K]``: ``w[k, n] = (q - z[g_idx[k], n]) * s[g_idx[k], n]``. Version 1
+stores ``z - 1`` (modulo ``2**bits``), version 2 stores ``z``.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jax_wonly._tensor import QuantizedTensor
+from jax_wonly.compat._codes import (
+    act_order,
+    as_words,
+    check_bits_in,
+    check_shape,
+    codes_and_zeros,
+    pack_bits,
+    quantized,
+    unpack_bits,
+    without_midpoint_zeros,
+    words_for,
+)
+from jax_wonly.compat.permuted import PermutedTensor
+
+BITS = (2, 3, 4, 8)
+
+
+def _check_version(version: int) -> None:
+    if version not in (1, 2):
+        raise ValueError(f"jax_wonly: version={version!r} is not supported; accepted: 1 (zeros less one), 2.")
+
+
+def decode(
+    qweight, qzeros, scales, g_idx=None, *, bits: int = 4, version: int = 1, group_size: int | None = None
+) -> QuantizedTensor | PermutedTensor:
+    """The weight of GPTQ's arrays.
+
+    Args:
+      qweight: int32 ``[K * bits / 32, N]``.
+      qzeros: int32 ``[K / group_size, ceil(N * bits / 32)]``.
+      scales: float16, bfloat16 or float32 ``[K / group_size, N]``.
+      g_idx: concrete int32 ``[K]``, the group of each input; None: successive inputs.
+      bits: 2, 3, 4 or 8.
+      version: 1 where the zeros are stored less one, else 2.
+      group_size: needed only where it does not divide K, and there is no ``g_idx``.
+
+    Returns:
+      A :class:`~jax_wonly.QuantizedTensor` ``[K, N]``, or a :class:`PermutedTensor` where groups are not contiguous
+      (act-order). There are no zeros where they are known and all ``2**(bits - 1)``.
+
+    Raises:
+      TypeError, ValueError: types, shapes or groups do not fit, or the group size cannot be held.
+    """
+    bits = check_bits_in(bits, BITS)
+    _check_version(version)
+    qweight, qzeros = as_words("qweight", qweight), as_words("qzeros", qzeros)
+    check_shape("scales", scales, (None, None))
+    groups, n = scales.shape[-2:]
+    check_shape("qweight", qweight, (None, n), "scales have N outputs")
+    if qweight.shape[-2] * 32 % bits:
+        raise ValueError(
+            f"jax_wonly: qweight has shape {qweight.shape}, which holds no whole number of {bits}-bit codes."
+        )
+    k = qweight.shape[-2] * 32 // bits
+    check_shape("qzeros", qzeros, (groups, words_for(n, bits)), f"{groups} groups of scales, N={n}, {bits} bits")
+    if not groups or not k:
+        raise ValueError(f"jax_wonly: scales has shape {tuple(scales.shape)} for K={k}; accepted: at least one group.")
+    codes = unpack_bits(qweight, bits, k, axis=-2)
+    zeros = unpack_bits(qzeros, bits, n)
+    if version == 1:
+        zeros = (zeros + np.uint8(1)) & np.uint8(2**bits - 1)
+    zeros = without_midpoint_zeros(zeros, bits)
+    permutation, group_size = act_order(g_idx, k, groups, group_size)
+    if permutation is None:
+        return quantized(codes, scales, zeros, bits=bits, group_size=group_size)
+    weight = quantized(jnp.take(codes, permutation, axis=-2), scales, zeros, bits=bits, group_size=group_size)
+    return PermutedTensor(weight, jnp.asarray(permutation))
+
+
+def encode(qt: QuantizedTensor | PermutedTensor, *, version: int = 1) -> dict:
+    """The inverse of :func:`decode`: ``{"qweight": ..., "qzeros": ..., "scales": ..., "g_idx": ...}``.
+
+    Raises:
+      ValueError: the weight has leading axes, floating zeros or offsets, or K or N does not fill whole words.
+    """
+    _check_version(version)
+    weight = qt.weight if isinstance(qt, PermutedTensor) else qt
+    codes, zeros = codes_and_zeros(weight, "GPTQ")
+    bits, k, n = weight.bits, weight.k, weight.n
+    if codes.ndim != 2 or k * bits % 32 or n * bits % 32:
+        raise ValueError(
+            f"jax_wonly: the weight has shape {weight.shape}; accepted for int{bits}: [K, N], both multiples of "
+            f"{32 // bits}."
+        )
+    g_idx = jnp.arange(k, dtype=jnp.int32) // weight.group_size
+    if isinstance(qt, PermutedTensor):
+        order = jnp.argsort(qt.permutation)
+        codes, g_idx = jnp.take(codes, order, axis=0), jnp.take(g_idx, order)
+    if version == 1:
+        zeros = (zeros - np.uint8(1)) & np.uint8(2**bits - 1)
+    return {
+        "qweight": pack_bits(codes, bits, axis=0).view(np.int32),
+        "qzeros": pack_bits(zeros, bits).view(np.int32),
+        "scales": weight.scales,
+        "g_idx": g_idx,
+    }
