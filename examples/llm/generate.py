@@ -144,16 +144,15 @@ def main(arguments: list[str] | None = None) -> int:
 
     print(args.prompt, end="", flush=True)
     start = time.perf_counter()
-    count, first = 0, 0.0
+    shown: list[tuple[float, int]] = []  # when, and how many tokens
     for text, count in stream(tokenizer, generator(ids, args.seed), args.tokens):
         print(text, end="", flush=True)
-        first = first or time.perf_counter() - start
-    seconds = time.perf_counter() - start
+        shown.append((time.perf_counter() - start, count))
     print()
-    rate = f", {(count - 1) / (seconds - first):.0f} tokens/s after the first" if count > 1 else ""
-    note(
-        f"\n{args.weights}: {len(ids)} tokens read in {1e3 * first:.0f} ms, {count} generated in {seconds:.2f} s{rate}"
-    )
+    (first, before), (seconds, count) = shown[0], shown[-1]
+    rate = f", {(count - before) / (seconds - first):.0f} tokens/s after the first" if count > before else ""
+    read = f"{len(ids)} tokens read in {1e3 * first:.0f} ms"
+    note(f"\n{args.weights}: {read}, {count} generated in {seconds:.2f} s{rate}")
     return 0
 
 
