@@ -26,8 +26,8 @@ ensure_registered()
 
 
 def __getattr__(name: str):
-    if name == "nnx":  # needs Flax, which is optional
-        return importlib.import_module("jax_wonly.nnx")
+    if name in ("linen", "nnx"):  # need Flax, which is optional
+        return importlib.import_module(f"jax_wonly.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -129,11 +129,15 @@ def test_quantize_replaces_every_layer_in_place():
     assert report.model_bytes_before == bytes_before
     assert report.model_bytes_after == sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
     assert bytes_before - report.model_bytes_after == report.bytes_before - report.bytes_after
-    assert [(s.path, s.type, s.shape) for s in report.skipped] == [("embed/embedding", "Embed", (10, 128))]
+    assert [(s.path, s.type, s.shape) for s in report.skipped] == [("embed", "Embed", (10, 128))]
     assert all(0 < layer.relative_error < 0.01 for layer in report.layers)
 
-    again = quantize(model)
-    assert not again.layers and again.model_bytes_after == report.model_bytes_after
+    state = nnx.state(model)
+    with pytest.raises(ValueError, match=r"quantized already \(9 layers: blocks/0/down, "):
+        quantize(model)
+    jax.tree.map(np.testing.assert_array_equal, state, nnx.state(model))
+    with pytest.raises(TypeError, match="quantized already"):
+        QuantizedLinear.from_dense(model.blocks[0].up)
 
 
 def test_relative_error_is_that_of_the_weight():
@@ -209,7 +213,7 @@ def test_a_kernel_with_nan_changes_nothing():
 def test_only_modules_with_layers_below_them():
     with pytest.raises(TypeError, match="model"):
         quantize({"kernel": jnp.ones((64, 64))})
-    with pytest.raises(ValueError, match="from_linear"):
+    with pytest.raises(ValueError, match="from_dense"):
         quantize(linear(64, 64))
 
 
@@ -221,27 +225,27 @@ def test_subclasses_are_replaced_unless_they_compute_something_else():
         Plain(64, 64, rngs=nnx.Rngs(0)),
         nnx.LoRALinear(64, 64, lora_rank=2, rngs=nnx.Rngs(0)),
         nnx.Linear(64, 64, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k), rngs=nnx.Rngs(0)),
-        nnx.LinearGeneral(64, 64, rngs=nnx.Rngs(0)),
+        nnx.Conv(64, 64, (3, 3), rngs=nnx.Rngs(0)),
     )
     report = quantize(model, group_size=64)
     assert [(layer.path, layer.type) for layer in report.layers] == [("layers/0", "Plain")]
     reasons = {s.path: s.reason for s in report.skipped}
     assert "__call__" in reasons["layers/1"]
     assert "dot_general" in reasons["layers/2"]
-    assert "LinearGeneral" in reasons["layers/3/kernel"]
+    assert "Conv is none of" in reasons["layers/3/kernel"]
 
 
 def test_each_dense_kernel_is_freed_before_the_next(monkeypatch):
     model = nnx.Sequential(*(linear(128, 128, seed) for seed in range(6)))
     kernels = [weakref.ref(layer.kernel[...]) for layer in model.layers]
     alive = []
-    from_linear = QuantizedLinear.from_linear
+    from_dense = QuantizedLinear.from_dense
 
     def count(*args, **options):
         alive.append(sum(kernel() is not None for kernel in kernels))
-        return from_linear(*args, **options)
+        return from_dense(*args, **options)
 
-    monkeypatch.setattr(QuantizedLinear, "from_linear", count)
+    monkeypatch.setattr(QuantizedLinear, "from_dense", count)
     quantize(model)
     assert sum(kernel() is not None for kernel in kernels) == 0
     # One that was just replaced may still be on the stack.
@@ -331,7 +335,7 @@ def test_report_as_text_and_json():
     assert values["bytes_before"] == sum(layer["bytes_before"] for layer in values["layers"])
     assert values["model_bytes_after"] == report.model_bytes_after
     text = str(report)
-    assert "blocks/*/down  x 3" in text and "8 of 10 layers quantized" in text and "embed/embedding" in text
+    assert "blocks/*/down  x 3" in text and "8 of 10 layers quantized" in text and "embeddings=True" in text
 
 
 def test_progress_goes_to_standard_error(capsys):

@@ -1,0 +1,225 @@
+"""Quantizing every layer of an nnx model in place."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+
+from jax_wonly._model import (
+    LayerReport,
+    Report,
+    SkippedLayer,
+    check_options,
+    check_quantizable,
+    choose,
+    nbytes,
+    report_layer,
+)
+from jax_wonly.nnx._layers import REPLACEMENTS, QuantizedEmbed, QuantizedLayer
+from jax_wonly.progress import progress as progress_bar
+
+T = TypeVar("T")
+Predicate = Callable[[str, nnx.Module], bool | Mapping[str, Any]]
+
+
+def quantize(
+    model: nnx.Module,
+    bits: int = 4,
+    group_size: int | None = 128,
+    predicate: Predicate | None = None,
+    progress: bool = False,
+    *,
+    embeddings: bool = False,
+    measure_error: bool = True,
+    **options: Any,
+) -> Report:
+    """Replaces the layers of a model by quantized ones, in place, and frees each dense kernel as it goes.
+
+    ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and, if asked for, ``nnx.Embed`` are replaced, and so is a
+    subclass that inherits the methods of one. A layer held in several places stays shared. A layer that computes
+    something else, or whose number of inputs is not a multiple of ``group_size``, stays dense and is listed in
+    ``Report.skipped``; ask for another group size for it with ``predicate``. When this raises, nothing has been
+    changed.
+
+    Args:
+      model: a module with such layers somewhere below it.
+      bits: 4 or 8.
+      group_size: how many inputs share a scale, as in ``jax_wonly.quantize``.
+      predicate: called as ``predicate(path, layer)`` for each layer, with a path such as ``"blocks/0/up"``. False keeps
+        the layer dense, True quantizes it, and a dict quantizes it with other arguments: ``bits``, ``group_size``, or
+        any of ``options``.
+      progress: whether to draw a progress bar on standard error.
+      embeddings: whether to replace ``nnx.Embed`` too. A lookup reads few rows, so this saves memory but no time, and
+        small models lose accuracy by it; it pays for large tables, and where ``attend`` gives the logits.
+      measure_error: whether to dequantize each weight once more for ``LayerReport.relative_error``.
+      **options: further arguments of ``jax_wonly.quantize``.
+
+    Returns:
+      What was done to each layer, and what was not done and why.
+
+    Raises:
+      TypeError: ``model`` is no module, an option is unknown, or ``predicate`` returns neither a bool nor a dict.
+      ValueError: ``model`` is itself such a layer, which cannot be replaced in place; it holds quantized layers
+        already; or a group size that ``predicate`` asked for does not divide the inputs of its layer.
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"jax_wonly: model is a {type(model).__name__}, not an nnx.Module")
+    if replacement := _replacement(model):
+        raise ValueError(
+            f"jax_wonly: model is itself an nnx.{replacement.dense_type.__name__}, which cannot be replaced in place; "
+            f"use {replacement.__name__}.from_dense(model)."
+        )
+    already = [path for path, module in modules(model) if isinstance(module, QuantizedLayer)]
+    if already:
+        some = ", ".join(path or "itself" for path in already[:3]) + (", ..." if len(already) > 3 else "")
+        raise ValueError(
+            f"jax_wonly: model is quantized already ({len(already)} layers: {some}); quantize it once, and choose for "
+            "each layer with predicate."
+        )
+    arguments = {"bits": bits, "group_size": group_size, **options}
+    check_options(arguments, "quantize")
+    model_bytes_before = model_bytes(model)
+
+    plan, skipped = _plan(model, arguments, predicate, embeddings)
+    check_quantizable(
+        (planned.path, planned.dense_kernel, planned.arranged_shape, planned.options) for planned in plan.values()
+    )
+    total = len(plan)
+    work = replace(model, plan, functools.partial(_quantize_layer, measure_error=measure_error))
+    if progress and total:
+        work = progress_bar(work, "quantize", total=total, unit="layers")
+    layers = tuple(work)
+    return Report(layers, skipped, model_bytes_before, model_bytes(model))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    path: str
+    dense: Any
+    type: type[QuantizedLayer]
+    options: dict[str, Any]
+
+    @property
+    def dense_kernel(self) -> jax.Array:
+        return getattr(self.dense, self.type.parameter)[...]
+
+    @property
+    def arranged_shape(self) -> tuple[int, ...]:
+        return _arranged_shape(self.type, self.dense)
+
+
+def _replacement(module: nnx.Module) -> type[QuantizedLayer] | None:
+    return next((type_ for type_ in REPLACEMENTS if isinstance(module, type_.dense_type)), None)
+
+
+def _arranged_shape(type_: type[QuantizedLayer], dense: Any) -> tuple[int, ...]:
+    kernel = getattr(dense, type_.parameter)[...]
+    like = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+    return jax.eval_shape(functools.partial(type_.arrange, dense), like).shape
+
+
+def _plan(
+    model: nnx.Module, arguments: dict[str, Any], predicate: Predicate | None, embeddings: bool
+) -> tuple[dict[int, _Planned], tuple[SkippedLayer, ...]]:
+    """What to quantize, by the id of the layer, and what stays dense."""
+    plan: dict[int, _Planned] = {}
+    skipped: list[SkippedLayer] = []
+    for path, module in modules(model):
+        type_ = _replacement(module)
+        if type_ is None:
+            skipped += _dense_matrices(path, module)
+            continue
+        chosen = _choose(path, module, type_, arguments, predicate, embeddings)
+        if isinstance(chosen, str):
+            kernel = getattr(module, type_.parameter)
+            name = type(module).__name__
+            skipped.append(SkippedLayer(path, name, tuple(kernel.shape), nbytes(kernel[...]), chosen))
+        else:
+            plan[id(module)] = _Planned(path, module, type_, chosen)
+    return plan, tuple(skipped)
+
+
+def _choose(
+    path: str,
+    module: nnx.Module,
+    type_: type[QuantizedLayer],
+    arguments: dict[str, Any],
+    predicate: Predicate | None,
+    embeddings: bool,
+) -> dict[str, Any] | str:
+    """The arguments to quantize a layer with, or why it stays dense."""
+    if type_ is QuantizedEmbed and not embeddings:
+        return "embeddings=True was not asked for"
+    if refusal := type_.refuses(module):
+        return refusal
+    kernel = getattr(module, type_.parameter)[...]
+    return choose(path, module, kernel.dtype, _arranged_shape(type_, module)[-2], arguments, predicate)
+
+
+def replace(
+    model: nnx.Module, plan: dict[int, Any], convert: Callable[[Any], tuple[nnx.Module, T]]
+) -> Generator[T, None, Any]:
+    """Converts what ``plan`` holds by the ids of modules below ``model``, in place, and yields a report after each.
+
+    Children are looked up one by one and a plan is forgotten once it is carried out, so that nothing here keeps a dense
+    kernel alive.
+    """
+    done: dict[int, nnx.Module] = {}
+    seen: set[int] = set()
+
+    def visit(node: Any) -> Generator[T, None, Any]:
+        key = id(node)
+        if key in plan:
+            done[key], report = convert(plan.pop(key))
+            yield report
+        if key in done:
+            return done[key]
+        if key in seen:
+            return node
+        seen.add(key)
+        if isinstance(node, nnx.Module):
+            for name in [name for name in vars(node) if not name.startswith("_pytree__")]:
+                new = yield from visit(vars(node)[name])
+                if new is not vars(node)[name]:
+                    setattr(node, name, nnx.data(new))
+        elif isinstance(node, list | dict):
+            for name in list(node) if isinstance(node, dict) else range(len(node)):
+                node[name] = yield from visit(node[name])
+        elif isinstance(node, tuple):
+            items = []
+            for item in node:
+                items.append((yield from visit(item)))
+            if any(new is not old for new, old in zip(items, node, strict=True)):
+                return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+        return node
+
+    return visit(model)
+
+
+def _quantize_layer(planned: _Planned, measure_error: bool) -> tuple[QuantizedLayer, LayerReport]:
+    dense, type_ = planned.dense, planned.type
+    layer = type_.from_dense(dense, **planned.options)
+    arranged = functools.partial(type_.arrange, dense, planned.dense_kernel) if measure_error else None
+    return layer, report_layer(planned.path, type(dense).__name__, planned.dense_kernel, layer.kernel, arranged)
+
+
+def modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
+    for path, module in nnx.iter_modules(model):
+        yield "/".join(map(str, path)), module
+
+
+def _dense_matrices(path: str, module: nnx.Module) -> Iterator[SkippedLayer]:
+    """The matrices that a module of another type holds itself."""
+    name = type(module).__name__
+    accepted = ", ".join(type_.dense_type.__name__ for type_ in REPLACEMENTS)
+    for attribute, value in vars(module).items():
+        if isinstance(value, nnx.Param) and len(value.shape) >= 2:
+            where = f"{path}/{attribute}" if path else attribute
+            yield SkippedLayer(where, name, tuple(value.shape), nbytes(value[...]), f"{name} is none of {accepted}")
+
+
+def model_bytes(model: nnx.Module) -> int:
+    return sum(nbytes(leaf) for leaf in jax.tree.leaves(nnx.state(model)))
