@@ -27,10 +27,11 @@ from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives._common import align_varying, make_primitive, register_lowerings
 from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
-from jax_wonly.primitives.matmul import ACTIVATIONS, compute_dtype, dense_precision, group_sums, split_rest
+from jax_wonly.primitives.matmul import ACTIVATIONS, PRODUCTS, compute_dtype, dense_precision, group_sums, split_rest
 from jax_wonly.primitives.matmul_sharding import allow_partitioning
 
 ragged_matmul_p = make_primitive("wonly_ragged_matmul")
+PRODUCTS.add(ragged_matmul_p)
 
 
 class Params(NamedTuple):

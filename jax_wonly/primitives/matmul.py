@@ -27,6 +27,7 @@ from jax_wonly.primitives._common import align_varying, make_primitive, merge_ba
 from jax_wonly.primitives.matmul_sharding import allow_partitioning, partitioned
 
 matmul_p = make_primitive("wonly_matmul")
+PRODUCTS = {matmul_p}  # the primitives that checkpoint_policy knows
 
 ACTIVATIONS = {
     Activation.NONE: lambda y: y,
@@ -39,7 +40,7 @@ ACTIVATIONS = {
 
 def checkpoint_policy(prim, *_, **__) -> bool:
     """A policy for ``jax.checkpoint``: saves results of quantized products, as ``dots_saveable`` does of dense ones."""
-    return prim is matmul_p
+    return prim in PRODUCTS
 
 
 class Params(NamedTuple):
