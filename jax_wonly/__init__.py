@@ -12,6 +12,7 @@ import jax
 if jax.__version_info__ < (0, 9, 1):
     raise ImportError(f"jax_wonly needs jax 0.9.1 or newer, and this is jax {jax.__version__}: pip install -U jax.")
 
+from jax_wonly._einsum import dot_general, einsum
 from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._ffi import Status, ensure_registered, export_disabled_checks, status
 from jax_wonly._format import FORMAT_VERSION, pack, unpack
@@ -38,6 +39,8 @@ __all__ = [
     "__version__",
     "checkpoint_policy",
     "dequantize",
+    "dot_general",
+    "einsum",
     "export_disabled_checks",
     "gather_matmul",
     "matmul",
