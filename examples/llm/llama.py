@@ -61,8 +61,8 @@ def rotation(config: Config, positions: jax.Array) -> tuple[jax.Array, jax.Array
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turns pairs of ``x [batch, length, heads, head size]``, whose members are half a head apart."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def attend(q: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array | int) -> jax.Array:
@@ -84,6 +84,25 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
     return jnp.einsum("bktgs,bksd->btkgd", weights, values).reshape(batch, length, heads, size)
 
 
+class RMSNorm(nnx.Module):
+    """``x * scale / rms(x)`` in two parts: ``x * scale``, and the factor that a product with it is multiplied by.
+
+    A factor of a row can wait until after the product, where what reads the product applies it. Before the product it
+    would have to wait for the whole row, in a kernel of its own.
+    """
+
+    def __init__(self, size: int, *, epsilon: float, dtype, param_dtype):
+        self.scale = nnx.Param(jnp.ones(size, param_dtype))
+        self.epsilon = epsilon
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns ``[..., size]`` and float32 ``[..., 1]``."""
+        x = x.astype(jnp.float32)
+        factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
+        return (x * self.scale[...]).astype(self.dtype), factor
+
+
 def dropout(x: jax.Array, key: jax.Array | None, rate: float) -> jax.Array:
     if key is None or rate == 0:
         return x
@@ -98,9 +117,8 @@ class Block(nnx.Module):
         self.config = config
         self.attention = attention
         self.heads = config.num_attention_heads, config.num_key_value_heads
-        norm = functools.partial(
-            nnx.RMSNorm, size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
+        self.dtype = dtype
+        norm = functools.partial(RMSNorm, size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=param_dtype)
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         # What is added to the residual starts small, the smaller the more layers add to it.
         residual = nnx.initializers.variance_scaling(0.5 / config.num_hidden_layers, "fan_in", "truncated_normal")
@@ -113,16 +131,17 @@ class Block(nnx.Module):
 
     def __call__(self, x, turn, cache=None, position=0, key=None, rate=0.0):
         keys = (None, None) if key is None else jax.random.split(key)
-        attended, cache = self._attention(self.attention_norm(x), turn, cache, position)
+        attended, cache = self._attention(*self.attention_norm(x), turn, cache, position)
         x = x + dropout(self.output(attended), keys[0], rate)
-        gate, up = jnp.split(self.gate_up(self.mlp_norm(x)), 2, axis=-1)
-        return x + dropout(self.down(nnx.silu(gate) * up), keys[1], rate), cache
+        scaled, factor = self.mlp_norm(x)
+        gate, up = jnp.split(self.gate_up(scaled).astype(jnp.float32) * factor, 2, axis=-1)
+        return x + dropout(self.down((nnx.silu(gate) * up).astype(self.dtype)), keys[1], rate), cache
 
-    def _attention(self, x, turn, cache, position):
+    def _attention(self, x, factor, turn, cache, position):
         heads, shared = self.heads
-        qkv = self.qkv(x).reshape(*x.shape[:2], heads + 2 * shared, -1)
-        qk, v = rotate(qkv[:, :, : heads + shared], *turn), qkv[:, :, heads + shared :]
-        q, k = qk[:, :, :heads], qk[:, :, heads:]
+        qkv = (self.qkv(x).astype(jnp.float32) * factor).reshape(*x.shape[:2], heads + 2 * shared, -1)
+        q, k = rotate(qkv[:, :, :heads], *turn), rotate(qkv[:, :, heads : heads + shared], *turn)
+        q, k, v = (a.astype(self.dtype) for a in (q, k, qkv[:, :, heads + shared :]))
         if cache is not None:
             cache = tuple(
                 lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2).astype(old.dtype), position, axis=2)
@@ -158,7 +177,7 @@ class Llama(nnx.Module):
         self.blocks = nnx.List(
             Block(config, attention=attention, rngs=rngs, **types) for _ in range(config.num_hidden_layers)
         )
-        self.norm = nnx.RMSNorm(size, epsilon=config.rms_norm_eps, rngs=rngs, **types)
+        self.norm = RMSNorm(size, epsilon=config.rms_norm_eps, **types)
         self.head = nnx.Linear(size, config.vocab_size, use_bias=False, rngs=rngs, **types)
 
     def __call__(
@@ -193,7 +212,8 @@ class Llama(nnx.Module):
             new.append(updated)
         if at is not None:
             x = lax.dynamic_slice_in_dim(x, at, 1, axis=1)
-        return self.head(self.norm(x)).astype(jnp.float32), None if cache is None else new
+        scaled, factor = self.norm(x)
+        return self.head(scaled).astype(jnp.float32) * factor, None if cache is None else new
 
 
 def empty_cache(config: Config, batch: int, capacity: int, dtype) -> Cache:
