@@ -18,6 +18,7 @@ from jax_wonly._ffi import Status, ensure_registered, export_disabled_checks, st
 from jax_wonly._format import FORMAT_VERSION, pack, unpack
 from jax_wonly._matmul import matmul
 from jax_wonly._quantize import dequantize, quantize
+from jax_wonly._sharding import device_put, local_shard, partition_specs, shardings
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._version import __version__
 from jax_wonly.primitives.matmul import checkpoint_policy
@@ -39,14 +40,18 @@ __all__ = [
     "__version__",
     "checkpoint_policy",
     "dequantize",
+    "device_put",
     "dot_general",
     "einsum",
     "export_disabled_checks",
     "gather_matmul",
+    "local_shard",
     "matmul",
     "pack",
+    "partition_specs",
     "quantize",
     "ragged_dot",
+    "shardings",
     "status",
     "unpack",
 ]

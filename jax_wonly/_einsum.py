@@ -49,7 +49,7 @@ def einsum(
     parsed = Einsum.parse(equation)
     rhs = parsed.kernel.axes
     lhs, result = parsed.expand(len(x.shape))
-    known: dict[Hashable, int] = {**(axis_sizes or {})}
+    known: dict[Hashable, int] = {label: size for label, size in (axis_sizes or {}).items()}
     stacked = len(qt.shape) - 2
     if unknown := [label for label in known if label not in rhs[stacked:] or label in lhs]:
         raise ValueError(

@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +22,35 @@ _FLAG = f"--xla_force_host_platform_device_count={DEVICES}"
 
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     # The number of devices is fixed when JAX starts, and the other tests want the machine as it is.
+    def environment_of(flag):
+        return os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}", "JAX_PLATFORMS": "cpu"}
+
     def test_on_eight_devices():
-        environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}", "JAX_PLATFORMS": "cpu"}
+        environment = environment_of(_FLAG)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
         assert result.returncode == 0, result.stdout + result.stderr
+
+    def test_two_processes():
+        """``jax.distributed``: every process has two of the four devices, and a shard of the weights on each."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        seed = os.environ["JAX_WONLY_TEST_SEED"]
+        command = [sys.executable, str(Path(__file__).with_name("distributed_process.py")), address, seed]
+        environment = environment_of("--xla_force_host_platform_device_count=2")
+        processes = [
+            subprocess.Popen(
+                [*command, str(i)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            for i in range(2)
+        ]
+        try:
+            texts = [process.communicate(timeout=120)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert all(process.returncode == 0 for process in processes), "\n".join(texts)
 
 else:
 
@@ -35,23 +61,18 @@ else:
 
     def put(qt, m, k=None, n=None, lead=None):
         """The tensor split like a dense kernel with ``P(lead, k, n)``."""
-        leading = (lead,) * (qt.ndim - 2)
-        per_group = None if qt.group_size == qt.k else k
+        return jw.device_put(qt, NamedSharding(m, P(*(lead,) * (qt.ndim - 2), k, n)))
 
-        def of(a):
-            spec = P(*leading, n, k, None) if a.ndim == qt.ndim + 1 else P(*leading, per_group, n)
-            return jax.device_put(a, NamedSharding(m, spec))
-
-        return jax.tree.map(of, qt)
-
-    def collectives(f, *args) -> list[str]:
-        text = jax.jit(f).lower(*args).compile().as_text()
-        return sorted(re.findall(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", text))
+    def collectives(compiled) -> list[str]:
+        names = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+        return sorted(re.findall(names, compiled.as_text()))
 
     def check(f, args, plain, expected, **close):
-        got = jax.jit(f)(*args)
+        compiled = jax.jit(f).lower(*args).compile()
+        got = compiled(*args)
         np.testing.assert_allclose(got, plain, **(close or {"rtol": 2e-5, "atol": 2e-4}))
-        assert collectives(f, *args) == expected
+        assert collectives(compiled) == expected
+        return got
 
     @pytest.mark.parametrize("mode", MODES)
     @pytest.mark.parametrize("bits", [4, 8])
@@ -70,6 +91,8 @@ else:
         split_x = jax.device_put(x, NamedSharding(m, P(None, "tp")))
         check(f, (split_x, put(weight.qt, m, k="tp")), plain, ["all-reduce"])
         check(f, (x, put(weight.qt, m, k="tp")), plain, ["all-reduce"])
+        whole_x = jax.device_put(x, NamedSharding(m, P()))
+        check(f, (whole_x, put(weight.qt, m, k="tp")), plain, ["all-reduce"])
 
     def test_per_channel_scales(rng):
         weight = random_weight(rng, 512, 1024, mode="float_zeros")
@@ -87,6 +110,157 @@ else:
         split = jax.device_put(x, NamedSharding(m, P("dp")))
         check(jw.matmul, (split, put(weight.qt, m, n="tp")), plain, [])
         check(jw.matmul, (split, put(weight.qt, m, k="tp")), plain, ["all-reduce"])
+
+    @pytest.mark.parametrize("split", ["k", "n"])
+    def test_fsdp(rng, split):
+        """Tokens and weights split over one axis: the weights are gathered, or what is smaller is."""
+        weight = random_weight(rng, 512, 512, group_size=64)
+        m = mesh(("fsdp", 8))
+        x = random_x(rng, (16, 512))
+        tokens = NamedSharding(m, P("fsdp"))
+        x, qt = jax.device_put(x, tokens), put(weight.qt, m, **{split: "fsdp"})
+
+        def forward(x, qt):
+            return jax.lax.with_sharding_constraint(jw.matmul(x, qt), tokens)
+
+        def dx(x, qt):
+            return jax.lax.with_sharding_constraint(jax.grad(lambda x: (forward(x, qt) ** 2).sum() / 2)(x), tokens)
+
+        y = np.asarray(jw.matmul(np.asarray(x), weight.qt))
+        check(forward, (x, qt), y, ["all-gather"] * 2)
+        compiled = jax.jit(dx).lower(x, qt).compile()
+        np.testing.assert_allclose(compiled(x, qt), y @ weight.dense.T, rtol=1e-3, atol=1e-1)
+        assert set(collectives(compiled)) == {"all-gather"}
+
+    def test_data_parallel_gradient(rng):
+        """dx of tokens that are split needs no exchange."""
+        weight = random_weight(rng, 128, 70, group_size=64)
+        m = mesh(("dp", 8))
+        x = jax.device_put(random_x(rng, (16, 128)), NamedSharding(m, P("dp")))
+
+        def dx(x, qt):
+            return jax.grad(lambda x: (jw.matmul(x, qt) ** 2).sum() / 2)(x)
+
+        plain = (np.asarray(x, np.float64) @ weight.dense) @ weight.dense.T
+        check(dx, (x, put(weight.qt, m)), plain, [], rtol=1e-3, atol=1e-1)
+
+    def test_placement_errors(rng):
+        m = mesh(("a", 2), ("b", 4))
+        int4 = random_weight(rng, 512, 192, group_size=256, lead=(6,)).qt
+        int8 = random_weight(rng, 96, 512, bits=8, group_size=32).qt
+        for qt, spec, message in [
+            (
+                int4,
+                P(None, "b", None),
+                r"K = 512 .* over 4 devices: shards of 128 would split a group of 256; .* 1, 2 de",
+            ),
+            (int4, P(None, None, "a"), r"N = 192 .* shards of 96 would split a tile of 64; accepted: 1, 3 devices"),
+            (int4, P(None, None, ("a", "b")), r"over 8 devices: shards of 24 would split a tile of 64"),
+            (int4, P("b"), "leading axis 0 = 6 .* 4 devices do not divide it; accepted: 1, 2, 3, 6 devices"),
+            (int8, P("a"), r"K = 96 .* shards of 48 would split a tile of 32; accepted: 1, 3 devices"),
+            (int8, P(None, None, "a"), r"has 3 axes; accepted: at most the 2 of a weight of shape \(96, 512\)"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                jw.device_put(qt, NamedSharding(m, spec))
+        with pytest.raises(TypeError, match="accepted: jax.sharding.NamedSharding"):
+            jw.device_put(int4, P())
+        with pytest.raises(TypeError, match="qt is a"):
+            jw.shardings(int4.scales, NamedSharding(m, P()))
+
+    def test_shardings_for_jit(rng):
+        """Quantized on the devices that keep the shards, from a spec of shapes alone."""
+        m = mesh(("a", 2), ("b", 4))
+        w = random_x(rng, (512, 512))
+
+        def quantize(w):
+            return jw.quantize(w, group_size=64, mode="offsets")
+
+        where = jw.shardings(jax.eval_shape(quantize, w), NamedSharding(m, P("b", "a")))
+        assert where.zeros is None and where.qvalue.spec == P("a", "b", None) and where.scales.spec == P("b", "a")
+        qt = jax.jit(quantize, out_shardings=where)(w)
+        assert qt.qvalue.sharding == where.qvalue and qt.offsets.sharding == where.offsets
+        np.testing.assert_allclose(qt.dequantize(), quantize(w).dequantize(), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize("product", ["ids", "sizes"])
+    @pytest.mark.parametrize("axes", ["auto", "explicit"])
+    def test_ragged(rng, product, axes):
+        """Every way to split experts' products, forward and dx."""
+        weight = random_weight(rng, 512, 512, group_size=64, mode="offsets", lead=(8,))
+        x, bias = random_x(rng, (16, 512)), random_x(rng, (8, 512))
+        if product == "ids":
+            rows = jnp.asarray(rng.integers(-1, 9, (16, 2)), jnp.int32)
+
+            def f(x, qt, rows, bias):
+                return jw.gather_matmul(x[:, None], qt, rows, bias=bias, activation="silu")
+        else:
+            rows = jnp.asarray([3, 0, 2, 5, 1, 0, 0, 2], jnp.int32)
+
+            def f(x, qt, rows, bias):
+                return jw.ragged_dot(x, qt, rows, bias=bias, activation="silu")
+
+        def dx(x, *args):
+            return jax.grad(lambda x: (f(x, *args) ** 2).sum())(x)
+
+        make = mesh if axes == "auto" else explicit
+        m, m2 = make(("d", 8)), make(("a", 2), ("b", 4))
+        plain, plain_dx = np.asarray(f(x, weight.qt, rows, bias)), np.asarray(dx(x, weight.qt, rows, bias))
+        for on, x_spec, weight_spec, forward, backward in [
+            (m, P(), {"n": "d"}, 0, 1),
+            (m, P(None, "d"), {"k": "d"}, 1, 1),
+            (m, P(), {"lead": "d"}, 1, 2),
+            (m, P("d"), {}, 0, 0),
+            (m2, P("a"), {"lead": "b"}, 1, 2),
+            (m2, P(), {"lead": "a", "n": "b"}, 1, 2),
+        ]:
+            whole = NamedSharding(on, P())
+            split = jax.device_put(x, NamedSharding(on, x_spec))
+            args = (split, put(weight.qt, on, **weight_spec), *jax.device_put((rows, bias), whole))
+            check(f, args, plain, ["all-reduce"] * forward)
+            check(dx, args, plain_dx, ["all-reduce"] * backward, rtol=1e-3, atol=1e-3 * np.abs(plain_dx).max())
+
+    @pytest.mark.parametrize("spec", [P(None, "tp"), P("tp")])
+    def test_shard_map_of_a_tensor(rng, spec):
+        """A QuantizedTensor goes into shard_map as a whole, and a device sees its own K and N."""
+        weight = random_weight(rng, 512, 512, bits=8, group_size=64, mode="integer_zeros")
+        x = random_x(rng, (4, 512))
+        m = mesh(("tp", 8))
+        inputs, outputs = (*spec, None)[:2]
+
+        def local(x, qt):
+            y = jw.matmul(x, jw.local_shard(qt, spec))
+            return jax.lax.psum(y, "tp") if inputs else y
+
+        f = jax.shard_map(
+            local,
+            mesh=m,
+            in_specs=(P(None, inputs), jw.partition_specs(weight.qt, spec, m)),
+            out_specs=P(None, outputs),
+        )
+        np.testing.assert_allclose(jax.jit(f)(x, weight.qt), jw.matmul(x, weight.qt), rtol=2e-5, atol=2e-4)
+
+    def test_expert_parallel_shard_map(rng):
+        """Each device with its experts: ids of others are out of range, sizes of others are skipped."""
+        weight = random_weight(rng, 64, 64, group_size=32, lead=(8,))
+        x, ids = random_x(rng, (16, 64)), jnp.sort(jnp.asarray(rng.integers(0, 8, 16), jnp.int32))
+        sizes = jnp.bincount(ids, length=8).astype(jnp.int32)
+        m = mesh(("ep", 4), ("other", 2))
+        spec = P("ep")
+
+        def by_ids(x, qt, ids):
+            first = jax.lax.axis_index("ep") * qt.shape[0]
+            return jax.lax.psum(jw.gather_matmul(x, qt, ids - first), "ep")
+
+        def by_sizes(x, qt, sizes):
+            first = jax.lax.axis_index("ep") * qt.shape[0]
+            return jax.lax.psum(jw.ragged_dot(x, qt, sizes, group_offset=first), "ep")
+
+        for f, rows in ((by_ids, ids), (by_sizes, sizes)):
+            g = jax.shard_map(f, mesh=m, in_specs=(P(), jw.partition_specs(weight.qt, spec, m), P()), out_specs=P())
+            np.testing.assert_allclose(
+                jax.jit(g)(x, weight.qt, rows), jw.gather_matmul(x, weight.qt, ids), rtol=2e-5, atol=2e-4
+            )
+            dx = jax.jit(jax.grad(lambda x, g=g, rows=rows: g(x, weight.qt, rows).sum()))(x)
+            np.testing.assert_allclose(dx, weight.dense.sum(-1)[np.asarray(ids)], rtol=1e-4, atol=1e-3)
 
     def test_experts(rng):
         weight = random_weight(rng, 64, 64, group_size=32, mode="offsets", lead=(8,))
@@ -186,8 +360,8 @@ else:
             split = jax.device_put(x, NamedSharding(m, x_spec))
             b = None if bias is None else jax.device_put(bias, NamedSharding(m, P()))
             args = (split, put(weight.qt, m, k=k, n=n), b)
-            check(f, args, plain, expected)
-            assert jax.typeof(jax.jit(f)(*args)).sharding.spec == out_spec
+            got = check(f, args, plain, expected)
+            assert got.sharding.spec == out_spec
             loss = jax.jit(jax.grad(lambda x, qt, b: (f(x, qt, b) ** 2).sum()))
             dx = jax.grad(lambda x: (f(x, weight.qt, bias) ** 2).sum())(x)
             np.testing.assert_allclose(loss(*args), dx, rtol=1e-3, atol=1e-3 * np.abs(dx).max())
