@@ -91,7 +91,7 @@ def nibbles(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     return values & np.uint8(15), values >> np.uint8(4)
 
 
-def _supported_group(group_size: int, k: int) -> int:
+def supported_group(group_size: int, k: int) -> int:
     """The largest group size of ours into which groups of ``group_size`` inputs (the last one may be short) split."""
     if group_size >= k:
         return k
@@ -124,7 +124,7 @@ def quantized(
         if value is not None:
             check_array(name, value, (("uint8", *FLOATS) if name == "zeros" else FLOATS))
             check_shape(name, value, (groups, n), f"group_size {group_size}, K={k}, N={n}")
-    split = _supported_group(group_size, k)
+    split = supported_group(group_size, k)
 
     def expand(value: Any):
         if value is None or (split == group_size and k % group_size == 0) or split == k:
