@@ -57,15 +57,16 @@ class LoadReport:
     """Those of ``loaded`` that are dense in the model and quantized in the checkpoint."""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.loaded)} tensors loaded, {len(self.dequantized)} of them dequantized"]
-        for title, names in (("missing in the checkpoint", self.missing), ("not in the model", self.unexpected)):
-            if names:
-                lines.append(f"{len(names)} {title}: {_some(names)}")
-        return "\n".join(lines)
+        done = f"{len(self.loaded)} tensors loaded, {len(self.dequantized)} of them dequantized"
+        return "\n".join([done, *_misfits(self.missing, self.unexpected)])
 
 
-def _some(names: Sequence[str], limit: int = 8) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
+    return [
+        f"{len(names)} {title}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+        for title, names in (("missing in the checkpoint", missing), ("not in the model", unexpected))
+        if names
+    ]
 
 
 @dataclass(frozen=True)
@@ -185,9 +186,7 @@ def load_into(
         sources[target] = name, target != renamed
     missing = [name for name in targets if name not in sources]
     if strict and (missing or unexpected):
-        raise ValueError(
-            f"jax_wonly: the checkpoint does not fit: {LoadReport((), tuple(missing), tuple(unexpected), ())}"
-        )
+        raise ValueError(f"jax_wonly: the checkpoint does not fit: {'; '.join(_misfits(missing, unexpected))}.")
 
     values: dict[str, Any] = {}
     dequantized = []
