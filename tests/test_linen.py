@@ -42,22 +42,21 @@ def dequantized(params, layers):
     return walk(params, ())
 
 
-def check(model, *inputs, bits=8, group_size=32, embeddings=False, tolerance=0.03, **kwargs):
-    """Quantizes a model and compares it with itself on dequantized kernels, compiled and not."""
-    params = randomize(model.init(jax.random.key(0), *inputs, **kwargs)["params"], jax.random.key(1))
-    found = linen.layers(model, {"params": params}, *inputs, **kwargs)
+def check(model, *inputs, bits=8, group_size=32, embeddings=False):
+    """Quantizes a model, and compares it with itself on dequantized kernels."""
+    params = randomize(jax.jit(model.init)(jax.random.key(0), *inputs)["params"], jax.random.key(1))
+    found = linen.layers(model, {"params": params}, *inputs)
     quantized, report = linen.quantize(
         params, bits=bits, group_size=group_size, layers=found, embeddings=embeddings, mode="integer_zeros"
     )
-    apply = functools.partial(linen.apply, model)
-    y = apply({"params": quantized}, *inputs, **kwargs)
-    expected = model.apply({"params": dequantized(quantized, found)}, *inputs, **kwargs)
+    y = jax.jit(functools.partial(linen.apply, model))({"params": quantized}, *inputs)
+    apply = jax.jit(model.apply)
+    expected = apply({"params": dequantized(quantized, found)}, *inputs)
     scale = float(jnp.abs(expected).max())
     np.testing.assert_allclose(y / scale, expected / scale, atol=2e-5)
-    np.testing.assert_allclose(jax.jit(apply)({"params": quantized}, *inputs, **kwargs) / scale, y / scale, atol=2e-5)
-    dense = model.apply({"params": params}, *inputs, **kwargs)
+    dense = apply({"params": params}, *inputs)
     assert y.dtype == dense.dtype and y.shape == dense.shape
-    assert np.linalg.norm(y - dense) < tolerance * np.linalg.norm(dense)
+    assert np.linalg.norm(y - dense) < (0.03 if bits == 8 else 0.3) * np.linalg.norm(dense)
     return params, quantized, report
 
 
@@ -90,42 +89,35 @@ def test_dense_without_knowing_the_model():
     assert values["model_bytes_before"] == sum(a.nbytes for a in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     "layer",
     [
         nn.Dense(40),
         nn.Dense(40, use_bias=False),
-        nn.DenseGeneral(40),
-        nn.DenseGeneral((3, 24)),
         nn.DenseGeneral((3, 24), use_bias=False),
         nn.DenseGeneral(24, axis=(-2, -1)),
-        nn.DenseGeneral((5, 4), axis=(1, 3)),
         nn.DenseGeneral((5, 4), axis=(3, 1)),
-        nn.DenseGeneral((5, 4), axis=(3,), batch_dims=(0,)),
         nn.DenseGeneral((5, 4), axis=(2, 3), batch_dims=(0, 1)),
         nn.Einsum((64, 3, 8), "...d,dhk->...hk"),
-        nn.Einsum((3, 64, 8), "abcd,hdk->abhck"),
-        nn.Einsum((32, 64, 8), "btcd,cdk->btk"),
-        nn.Einsum((4, 64, 8), "btcd,bdk->bctk"),
-        nn.Einsum((64, 8), "abcd,dk->abck", use_bias=False),
+        nn.Einsum((3, 64, 8, 32), "abcd,hdkc->abhk"),
+        nn.Einsum((8, 64, 4), "btcd,kdb->bctk", use_bias=False),
     ],
-    ids=str,
+    ids=lambda layer: type(layer).__name__,
 )
-def test_layers(layer, bits):
-    check(layer, random((4, 2, 32, 64)), bits=bits, tolerance=0.03 if bits == 8 else 0.3)
+def test_layers(layer):
+    check(layer, random((4, 2, 32, 64)), bits=4)
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("input_dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
 def test_dtypes_promote_as_in_the_dense_layer(dtype, input_dtype, param_dtype):
+    x = jnp.ones((2, 64), input_dtype)
+    params = {"kernel": jnp.ones((64, 8), param_dtype), "bias": jnp.ones(8, param_dtype)}
+    quantized, _ = linen.quantize(params, bits=8, group_size=64, measure_error=False)
     for layer in (nn.Dense(8, dtype=dtype), nn.DenseGeneral(8, dtype=dtype)):
-        x = random((2, 64), dtype=input_dtype)
-        params = layer.init(jax.random.key(0), x)["params"]
-        params = jax.tree.map(lambda a: a.astype(param_dtype), params)
-        quantized, _ = linen.quantize(params, bits=8, group_size=64)
-        assert linen.apply(layer, {"params": quantized}, x).dtype == layer.apply({"params": params}, x).dtype
+        y = jax.eval_shape(functools.partial(linen.apply, layer), {"params": quantized}, x)
+        assert y.dtype == jax.eval_shape(layer.apply, {"params": params}, x).dtype
 
 
 class Tied(nn.Module):
@@ -170,11 +162,12 @@ class Stack(nn.Module):
         if self.lift == "vmap":
             block = nn.vmap(Block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0)
             return block()(jnp.stack([x, -x, 2 * x]))[0]
-        block = nn.remat(Block) if self.lift == "scan of remat" else Block
-        return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(x, None)[0]
+        return nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()(x, None)[
+            0
+        ]
 
 
-@pytest.mark.parametrize("lift", ["remat", "scan", "vmap", "scan of remat"])
+@pytest.mark.parametrize("lift", ["remat", "vmap", "scan of remat"])
 def test_lifted_transformations(lift):
     params, quantized, report = check(Stack(lift), random((2, 5, 64)))
     assert len(report.layers) == 6 and not report.skipped
@@ -325,9 +318,8 @@ def test_donation_frees_each_dense_kernel(monkeypatch):
 def test_quantized_dense_is_dense_then_quantized():
     x = random((3, 5, 64))
     options = {"bits": 4, "group_size": 32}
-    layer = linen.QuantizedDense(
-        40, quantize_options={"mode": "offsets"}, bias_init=nn.initializers.ones_init(), **options
-    )
+    ones = nn.initializers.ones_init()
+    layer = linen.QuantizedDense(40, quantize_options={"mode": "offsets"}, bias_init=ones, **options)
     variables = layer.init(jax.random.key(3), x)
     params = nn.Dense(40, bias_init=ones).init(jax.random.key(3), x)["params"]
     expected, _ = linen.quantize(params, mode="offsets", **options)

@@ -1,6 +1,8 @@
 """Quantized Flax nnx layers and the in-place quantization of models."""
 
+import functools
 import json
+import sys
 import weakref
 
 import jax
@@ -11,7 +13,14 @@ import pytest
 nnx = pytest.importorskip("flax.nnx")
 
 import jax_wonly as jw  # noqa: E402
-from jax_wonly.nnx import QuantizedLinear, QuantizedParam, quantize  # noqa: E402
+from jax_wonly.nnx import (  # noqa: E402
+    QuantizedEinsum,
+    QuantizedEmbed,
+    QuantizedLinear,
+    QuantizedLinearGeneral,
+    QuantizedParam,
+    quantize,
+)
 
 
 def dense_product(x, layer: QuantizedLinear) -> np.ndarray:
@@ -342,3 +351,301 @@ def test_progress_goes_to_standard_error(capsys):
     quantize(nnx.Sequential(linear(64, 64), linear(64, 64)), group_size=64, progress=True)
     captured = capsys.readouterr()
     assert "2/2 layers" in captured.err and not captured.out
+
+
+# Other layers.
+
+
+def random(shape, seed=5, dtype=jnp.float32):
+    return (jax.random.normal(jax.random.key(seed), shape) + 0.3).astype(dtype)
+
+
+def dense_kernel(layer, kernel) -> jax.Array:
+    """The dequantized weight of a LinearGeneral or an Einsum in the axes of its dense kernel, by an independent way."""
+    weight = jw.dequantize(layer.kernel, dtype=jnp.float32)
+    if isinstance(layer, QuantizedLinearGeneral):
+        return weight.reshape(kernel.shape)
+    # Every element of the kernel finds its place by the place of its index.
+    lhs, rest = layer.einsum_str.split(",")
+    rhs, result = rest.split("->")
+    batch = [a for a in rhs if a in lhs and a in result]
+    inputs = [a for a in rhs if a in lhs and a not in result]
+    outputs = [a for a in rhs if a not in lhs]
+    ids = np.arange(kernel.size).reshape(kernel.shape)
+    ids = np.einsum(f"{rhs}->{''.join(batch + inputs + outputs)}", ids).ravel()
+    dense = np.empty(kernel.size, np.float32)
+    dense[ids] = np.asarray(weight).ravel()
+    return jnp.asarray(dense.reshape(kernel.shape))
+
+
+GENERAL = [
+    dict(in_features=64, out_features=(3, 24)),
+    dict(in_features=(32, 64), out_features=20, axis=(-2, -1)),
+    dict(in_features=(2, 64), out_features=(5, 4), axis=(3, 1), use_bias=False),
+    dict(in_features=64, out_features=(5, 4), batch_axis={0: 4}),
+]
+EINSUM = [
+    ("...d,dhk->...hk", (64, 3, 8), (3, 8)),
+    ("abcd,hdkc->abhk", (3, 64, 8, 32), None),
+    ("btcd,kdb->bckt", (8, 64, 4), (4, 8)),
+]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("case", range(len(GENERAL) + len(EINSUM)))
+def test_general_linear_and_einsum(case, bits):
+    x = random((4, 2, 32, 64))
+    if case < len(GENERAL):
+        options = dict(GENERAL[case])
+        if case == 2:
+            options["in_features"] = (64, 2)[::-1]  # nnx sorts the axes, so sizes are those of axes 1 and 3
+        dense = nnx.LinearGeneral(rngs=nnx.Rngs(1), bias_init=nnx.initializers.normal(), **options)
+        type_ = QuantizedLinearGeneral
+    else:
+        equation, shape, bias = EINSUM[case - len(GENERAL)]
+        dense = nnx.Einsum(equation, shape, bias, rngs=nnx.Rngs(1), bias_init=nnx.initializers.normal())
+        type_ = QuantizedEinsum
+    layer = type_.from_dense(dense, bits=bits, group_size=32, mode="offsets")
+    y, expected = nnx.jit(lambda m, x: m(x))(layer, x), dense(x)
+    assert y.shape == expected.shape and y.dtype == expected.dtype
+    assert np.linalg.norm(y - expected) < (0.02 if bits == 8 else 0.2) * np.linalg.norm(expected)
+    if case < len(GENERAL) or "..." not in layer.einsum_str:
+        dense.kernel[...] = dense_kernel(layer, dense.kernel[...])
+        np.testing.assert_allclose(y, dense(x), rtol=1e-4, atol=1e-4 * float(jnp.abs(y).max()))
+    assert layer.bias is dense.bias
+
+    # The constructor draws what the dense one does.
+    new = {"rngs": nnx.Rngs(1), "bits": bits, "group_size": 32, "quantize_options": {"mode": "offsets"}}
+    new["bias_init"] = nnx.initializers.normal()
+    made = type_(**options, **new) if case < len(GENERAL) else type_(equation, shape, bias, **new)
+    for a, b in zip(jax.tree.leaves(nnx.state(made)), jax.tree.leaves(nnx.state(layer)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("equation", "why"),
+    [
+        ("bd,de->b", "sums the axis 'e' of the kernel alone"),
+        ("btd,de->be", "sums the axis 't' of the input alone"),
+        ("bdd,de->be", "repeats an axis"),
+        ("bd,dde->be", "repeats an axis"),
+        ("bd,de->bde", "sums over nothing"),
+        ("bd,...de->b...e", "kernel has an ellipsis"),
+        ("...d,de->e", "only one of input and result"),
+        ("bd,de->bf", "no operand has the axis 'f'"),
+        ("bd,de,ef->bf", "not of the form"),
+        ("bd,de", "not of the form"),
+        ("b1,1e->be", "not letters"),
+    ],
+)
+def test_equations_of_more_than_one_product_are_refused(equation, why):
+    with pytest.raises(ValueError, match=why):
+        QuantizedEinsum(equation, (64, 64), rngs=nnx.Rngs(0))
+
+
+def test_an_equation_of_more_than_one_product_stays_dense():
+    model = nnx.Sequential(
+        nnx.Einsum("bd,de->b", (64, 8), rngs=nnx.Rngs(0)),
+        nnx.Einsum("bd,de->be", (64, 8), einsum_op=lambda *a, **k: jnp.einsum(*a, **k), rngs=nnx.Rngs(0)),
+        nnx.LinearGeneral(64, 8, dot_general_cls=lambda: jax.lax.dot_general, rngs=nnx.Rngs(0)),
+        nnx.LinearGeneral((3, 64), 8, axis=(-2, -1), rngs=nnx.Rngs(0)),
+    )
+    report = quantize(model, group_size=128)
+    reasons = [s.reason for s in report.skipped]
+    assert "of the kernel alone" in reasons[0] and "einsum_op" in reasons[1] and "dot_general" in reasons[2]
+    assert reasons[3] == "group_size=128 does not divide its 192 inputs"
+    assert type(model.layers[0]) is nnx.Einsum and not report.layers
+    quantize(model, group_size=64)
+    assert type(model.layers[3]) is QuantizedLinearGeneral
+
+
+def test_equation_of_one_call():
+    layer = QuantizedEinsum("btd,dhk->bthk", (64, 3, 8), bits=8, group_size=32, rngs=nnx.Rngs(0))
+    x = random((2, 5, 64))
+    np.testing.assert_allclose(layer(x, "btd,dhk->bhtk"), layer(x).swapaxes(1, 2), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="another way"):
+        layer(random((2, 5, 3)), "bth,dhk->btdk")
+    with pytest.raises(ValueError, match="axes"):
+        layer(x[0])
+    with pytest.raises(ValueError, match=r"accepted: 64 in axis 2"):
+        layer(x[..., :32])
+    with pytest.raises(ValueError, match="kernel_shape"):
+        QuantizedEinsum("bd,de->be", (64, 3, 8), rngs=nnx.Rngs(0))
+    for options in ({"einsum_op": jnp.dot}, {"kernel_metadata": {"a": 1}}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            QuantizedEinsum("bd,de->be", (64, 8), rngs=nnx.Rngs(0), **options)
+    with pytest.raises(ValueError, match="dot_general_cls"):
+        QuantizedLinearGeneral(64, 8, dot_general_cls=lambda: None, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("mode", "group_size", "features"), [("symmetric", 32, 96), ("offsets", None, 70), ("float_zeros", 64, 128)]
+)
+def test_embedding(bits, mode, group_size, features):
+    dense = nnx.Embed(83, features, rngs=nnx.Rngs(2))
+    dense.embedding[...] = random((83, features))
+    layer = QuantizedEmbed.from_dense(dense, bits=bits, group_size=group_size, mode=mode)
+    table = np.asarray(jw.dequantize(layer.kernel, dtype=jnp.float32)).T
+    assert table.shape == (83, features)
+    ids = jnp.asarray(np.random.default_rng(0).permutation(83).reshape(83, 1))
+    np.testing.assert_allclose(layer(ids), table[ids], rtol=1e-6, atol=1e-6)
+    assert np.linalg.norm(layer(ids) - dense(ids)) < (0.02 if bits == 8 else 0.2) * np.linalg.norm(dense(ids))
+    query = random((3, 5, features), 7)
+    expected = np.asarray(query, np.float64) @ np.asarray(table.T, np.float64)
+    np.testing.assert_allclose(layer.attend(query), expected, rtol=1e-4, atol=1e-3)
+
+    made = QuantizedEmbed(
+        83,
+        features,
+        bits=bits,
+        group_size=group_size,
+        quantize_options={"mode": mode},
+        embedding_init=lambda key, shape, dtype: random(shape),
+        rngs=nnx.Rngs(2),
+    )
+    for a, b in zip(jax.tree.leaves(nnx.state(made)), jax.tree.leaves(nnx.state(layer)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_embedding_keeps_the_meaning_of_ids_and_types(dtype):
+    dense = nnx.Embed(83, 64, dtype=dtype, rngs=nnx.Rngs(2))
+    layer = QuantizedEmbed.from_dense(dense, bits=8, group_size=64)
+    for ids in (jnp.array([0, 82, -1, -83, 83, -84, 1000], jnp.int32), jnp.array([[200, 3]], jnp.uint8), jnp.int32(4)):
+        y, expected = layer(ids), dense(ids)
+        assert y.shape == expected.shape and y.dtype == expected.dtype
+        np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
+        np.testing.assert_allclose(y, expected, atol=0.02)
+    query = random((3, 64), dtype=jnp.float16)
+    assert layer.attend(query).dtype == dense.attend(query).dtype
+    one = nnx.Embed(1, 64, rngs=nnx.Rngs(0))
+    ids = jnp.array([0, 5])
+    np.testing.assert_allclose(QuantizedEmbed.from_dense(one, bits=8, group_size=64)(ids), one(ids), atol=0.02)
+    with pytest.raises(TypeError, match="integers"):
+        layer(jnp.ones(3))
+
+
+def test_embeddings_only_when_asked_for():
+    model = Model(nnx.Rngs(0))
+    asked = []
+    report = quantize(model, embeddings=True, predicate=lambda path, layer: bool(asked.append(path)) or True)
+    assert "embed" in asked and isinstance(model.embed, QuantizedEmbed)
+    assert {"embed": (10, 128)}.items() <= {layer.path: layer.shape for layer in report.layers}.items()
+    assert np.isfinite(model(jnp.arange(10))).all()
+
+
+def test_embedding_gathers_instead_of_dequantizing():
+    layer = QuantizedEmbed(50_000, 128, rngs=nnx.Rngs(0))
+    compiled = jax.jit(lambda ids: layer(ids)).lower(jnp.zeros((4, 16), jnp.int32)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+# What JAX and Flax do with whole models.
+
+
+class Everything(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(40, 64, rngs=rngs)
+        self.query = nnx.LinearGeneral(64, (4, 16), rngs=rngs)
+        self.out = nnx.Einsum("...hk,hkd->...d", (4, 16, 64), (64,), rngs=rngs)
+        self.head = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        return self.embed.attend(self.head(x + self.out(jnp.tanh(self.query(x)))))
+
+
+def test_checkpoints_restore_the_quantized_model(tmp_path):
+    orbax = pytest.importorskip("orbax.checkpoint")
+
+    def build():
+        model = Everything(nnx.Rngs(0))
+        quantize(model, bits=4, group_size=32, embeddings=True, mode="integer_zeros", scale_dtype=jnp.bfloat16)
+        return model
+
+    model, ids = build(), jnp.array([[1, 2, 39]])
+    graph, abstract = nnx.split(nnx.eval_shape(build))
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", nnx.state(model))
+        checkpointer.wait_until_finished()
+        restored = nnx.merge(graph, checkpointer.restore(tmp_path / "model", abstract))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(restored), nnx.state(model))
+    np.testing.assert_array_equal(restored(ids), model(ids))
+
+
+def test_transformations_of_a_whole_model():
+    model = Everything(nnx.Rngs(0))
+    quantize(model, bits=8, group_size=32, embeddings=True)
+    ids = jnp.array([[1, 2, 39], [0, 1, 5]])
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    expected = nnx.jit(lambda m, ids: m(ids))(model, ids)
+    np.testing.assert_allclose(nnx.vmap(lambda m, ids: m(ids), in_axes=(None, 0))(model, ids), expected, **close)
+    graph, state = nnx.split(model)
+    np.testing.assert_allclose(jax.jit(lambda s, ids: nnx.merge(graph, s)(ids))(state, ids), expected, **close)
+
+    def loss(m, ids, remat):
+        call = nnx.remat(lambda m, ids: m(ids)) if remat else lambda m, ids: m(ids)
+        return (call(m, ids) ** 2).sum()
+
+    plain, again = (nnx.jit(nnx.grad(functools.partial(loss, remat=remat)))(model, ids) for remat in (False, True))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3), plain, again)
+    assert len(jax.tree.leaves(plain)) == 3  # biases
+
+    # Layers made by nnx.vmap over their constructor, applied one after the other and side by side.
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return nnx.Sequential(
+            nnx.LinearGeneral(64, (4, 16), rngs=rngs), nnx.Einsum("...hk,hkd->...d", (4, 16, 64), rngs=rngs)
+        )
+
+    stack = make(nnx.Rngs(1))
+    report = quantize(stack, bits=8, group_size=32)
+    assert [layer.shape for layer in report.layers] == [(3, 64, 4, 16), (3, 4, 16, 64)]
+    assert all(layer.relative_error < 0.01 for layer in report.layers)
+    x = random((3, 5, 64))
+    one = [nnx.merge(nnx.graphdef(stack), jax.tree.map(lambda a, i=i: a[i], nnx.state(stack))) for i in range(3)]
+    side = nnx.vmap(lambda m, x: m(x), in_axes=(0, 0))(stack, x)
+    np.testing.assert_allclose(side, jnp.stack([m(a) for m, a in zip(one, x, strict=True)]), **close)
+    chain = nnx.scan(nnx.remat(lambda m, x: m(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(stack, x)
+    np.testing.assert_allclose(chain, one[2](one[1](one[0](x))), **close)
+
+
+def test_peak_memory_is_the_dense_model_and_one_layer(monkeypatch):
+    size, count = 512, 6
+    dense, packed = 4 * size * size, size * size // 2 + 4 * size * size // 128
+    model = nnx.Sequential(*(nnx.Linear(size, size, use_bias=False, rngs=nnx.Rngs(i)) for i in range(count)))
+    seen = []
+
+    def live():
+        return sum(a.nbytes for a in jax.live_arrays())
+
+    def report_layer(*args):
+        seen.append(live())
+        return original(*args)
+
+    module = sys.modules["jax_wonly.nnx._replace"]
+    original = module.report_layer
+    monkeypatch.setattr(module, "report_layer", report_layer)
+    before = live()
+    quantize(model)
+    # Where the most is there, a layer is packed and its dense kernel not freed yet.
+    expected = [before - i * dense + (i + 1) * packed for i in range(count)]
+    np.testing.assert_allclose(seen, expected, rtol=0, atol=8192)
+    assert live() <= before - count * (dense - packed) + 8192
+
+
+def test_error_is_measured_in_pieces(monkeypatch):
+    import jax_wonly._model as module
+
+    for shape in ((96, 200), (3, 64, 130)):
+        kernel = random(shape)
+        weight = jw.quantize(kernel, bits=4, group_size=32, mode="offsets")
+        whole = module.relative_error(kernel, weight)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_ERROR_PIECE", 64 * shape[-2])
+            assert module.relative_error(kernel, weight) == pytest.approx(whole, rel=1e-5)
+        dense = np.asarray(kernel, np.float64)
+        expected = np.linalg.norm(np.asarray(weight.dequantize(), np.float64) - dense) / np.linalg.norm(dense)
+        assert whole == pytest.approx(expected, rel=1e-4)
