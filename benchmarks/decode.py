@@ -84,10 +84,11 @@ class Case:
         return analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes
 
 
-def build(config: llama.Config, bits: int | None, group_size: int, attention: str) -> llama.Llama:
+def build(config: llama.Config, bits: int | None, group_size: int, prompt: str, step: str) -> llama.Llama:
     """Returns a model with random weights, never more than one dense layer of it in memory beside quantized ones."""
     rngs = nnx.Rngs(0)
-    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "attention": attention, "rngs": rngs}
+    options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": rngs}
+    options |= {"attention": prompt, "fused_decode": step == "fused"}
     model = llama.Llama(dataclasses.replace(config, num_hidden_layers=0), **options)
     model.config = config
 
@@ -104,7 +105,7 @@ def build(config: llama.Config, bits: int | None, group_size: int, attention: st
     return model
 
 
-def attention_implementation(chosen: str) -> str:
+def prompt_attention(chosen: str) -> str:
     """cuDNN's fused attention for prompts where it works; a program that it cannot compile shows it."""
     if chosen != "auto":
         return chosen
@@ -118,6 +119,31 @@ def attention_implementation(chosen: str) -> str:
         print(f"prefill without cuDNN's attention: {str(error).splitlines()[0]}", file=sys.stderr)
         return "xla"
     return "cudnn"
+
+
+def step_attention(chosen: str, sizes: Sizes) -> str:
+    """The fused kernel for single tokens, where it gives the logits that XLA's operations give."""
+    if chosen != "auto":
+        return chosen
+    if jax.default_backend() != "gpu":
+        return "xla"
+    config = dataclasses.replace(sizes.config, vocab_size=64, num_hidden_layers=1)
+    ids, logits = jnp.ones((2, 1), jnp.int32), []
+    try:
+        for fused in (False, True):
+            types = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+            graph, state = nnx.split(llama.Llama(config, fused_decode=fused, rngs=nnx.Rngs(0), **types))
+            shape = (2, config.num_key_value_heads, sizes.context, config.head_size)
+            cache = [tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(1)))]
+            step = jax.jit(lambda graph, state, cache, at: nnx.merge(graph, state)(ids, cache, at), static_argnums=0)
+            logits.append(step(graph, state, cache, jnp.int32(sizes.context - 3))[0])
+        error = float(jnp.linalg.norm(logits[1] - logits[0]) / jnp.linalg.norm(logits[0]))
+        if not error < 0.02:
+            raise ValueError(f"its logits differ by {error:.3g}")
+    except Exception as error:  # as above
+        print(f"decoding without the fused attention: {str(error).splitlines()[0]}", file=sys.stderr)
+        return "xla"
+    return "fused"
 
 
 def allocator_peak() -> int:
@@ -197,7 +223,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--phase", nargs="+", choices=("decode", "prefill"), default=["decode", "prefill"])
     parser.add_argument("--group-size", type=int, default=128, help="inputs that share a scale (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="timed calls of each program (default: %(default)s)")
-    parser.add_argument("--attention", choices=("auto", "xla", "cudnn"), default="auto", help="in prefill")
+    parser.add_argument("--prompt-attention", choices=("auto", "xla", "cudnn"), default="auto", help="in prefill")
+    parser.add_argument("--step-attention", choices=("auto", "xla", "fused"), default="auto", help="in decoding")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a decode step instead")
     parser.add_argument("--small", action="store_true", help="a tiny model, which any CPU runs")
     parser.add_argument("--output", type=Path, help="result file (default: in benchmarks/results)")
@@ -218,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     cases = [("decode", batch) for batch in args.batch or (1, 8, 32, 64)]
     if not args.profile:
         cases = [case for case in [*cases, ("prefill", 1)] if case[0] in args.phase]
-    attention = attention_implementation(args.attention)
+    attention = prompt_attention(args.prompt_attention), step_attention(args.step_attention, sizes)
 
     identity = ("weights", "phase", "batch", "context", "kernel" if args.profile else "group_size")
     rows: dict[tuple, dict] = {}
@@ -227,7 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     for weights in [name for name in BITS if name in args.weights]:
         peak = 0 if weights == "int4" else allocator_peak()
-        model = build(sizes.config, BITS[weights], args.group_size, attention)
+        model = build(sizes.config, BITS[weights], args.group_size, *attention)
         graph, state = nnx.split(model)
         del model
         for phase, batch in progress(cases, f"{weights}", unit="programs"):
@@ -249,7 +276,8 @@ def main(arguments: list[str] | None = None) -> None:
                 "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
                 "jax": jax.__version__,
                 "commit": args.commit or command("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
-                "prompt attention": attention,
+                "prompt attention": attention[0],
+                "step attention": attention[1],
                 "rows": list(rows.values()),
             }
             output.write_text(json.dumps(report, indent=1) + "\n")

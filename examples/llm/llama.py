@@ -17,6 +17,8 @@ from flax import nnx
 from jax import lax
 from safetensors.flax import save_file
 
+from decode_attention import decode_attention, supports
+
 Cache = list[tuple[jax.Array, jax.Array]]
 """For each layer keys and values, ``[batch, key-value heads, capacity, head size]``."""
 
@@ -85,9 +87,9 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
 
 
 class RMSNorm(nnx.Module):
-    """``x * scale / rms(x)`` in two parts: ``x * scale``, and the factor that a product with it is multiplied by.
+    """``x * scale / rms(x)`` in two parts: ``x * scale``, and the squares that give the factor for a product with it.
 
-    A factor of a row can wait until after the product, where what reads the product applies it. Before the product it
+    The factor of a row can wait until after the product, where what reads the product applies it. Before the product it
     would have to wait for the whole row, in a kernel of its own.
     """
 
@@ -97,10 +99,13 @@ class RMSNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns ``[..., size]`` and float32 ``[..., 1]``."""
+        """Returns ``x * scale [..., size]`` and the sum of squares, float32 ``[..., 1]``."""
         x = x.astype(jnp.float32)
-        factor = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.epsilon)
-        return (x * self.scale[...]).astype(self.dtype), factor
+        return (x * self.scale[...]).astype(self.dtype), jnp.sum(x * x, axis=-1, keepdims=True)
+
+    def factor(self, squares: jax.Array) -> jax.Array:
+        """Returns ``1 / rms(x)`` for the sum of squares."""
+        return lax.rsqrt(squares / self.scale.shape[0] + self.epsilon)
 
 
 def dropout(x: jax.Array, key: jax.Array | None, rate: float) -> jax.Array:
@@ -112,10 +117,11 @@ def dropout(x: jax.Array, key: jax.Array | None, rate: float) -> jax.Array:
 class Block(nnx.Module):
     """One layer: attention and a gated perceptron, each after a norm and added to its input."""
 
-    def __init__(self, config: Config, *, dtype, param_dtype, attention: str, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, dtype, param_dtype, attention: str, fused_decode: bool, rngs: nnx.Rngs):
         size = config.hidden_size
         self.config = config
         self.attention = attention
+        self.fused_decode = fused_decode
         self.heads = config.num_attention_heads, config.num_key_value_heads
         self.dtype = dtype
         norm = functools.partial(RMSNorm, size, epsilon=config.rms_norm_eps, dtype=dtype, param_dtype=param_dtype)
@@ -133,13 +139,28 @@ class Block(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         attended, cache = self._attention(*self.attention_norm(x), turn, cache, position)
         x = x + dropout(self.output(attended), keys[0], rate)
-        scaled, factor = self.mlp_norm(x)
-        gate, up = jnp.split(self.gate_up(scaled).astype(jnp.float32) * factor, 2, axis=-1)
+        scaled, squares = self.mlp_norm(x)
+        gate, up = jnp.split(self.gate_up(scaled).astype(jnp.float32) * self.mlp_norm.factor(squares), 2, axis=-1)
         return x + dropout(self.down((nnx.silu(gate) * up).astype(self.dtype)), keys[1], rate), cache
 
-    def _attention(self, x, factor, turn, cache, position):
+    def _attention(self, x, squares, turn, cache, position):
         heads, shared = self.heads
-        qkv = (self.qkv(x).astype(jnp.float32) * factor).reshape(*x.shape[:2], heads + 2 * shared, -1)
+        qkv = self.qkv(x).reshape(*x.shape[:2], heads + 2 * shared, -1)
+        if self.fused_decode and cache is not None and x.shape[1] == 1 and supports(*cache[0].shape[2:]):
+            cos, sin = (a[0, 0] for a in turn)
+            y, *cache = decode_attention(
+                qkv[:, 0],
+                squares[:, 0, 0],
+                cos,
+                sin,
+                *cache,
+                position,
+                heads=heads,
+                width=x.shape[-1],
+                epsilon=self.config.rms_norm_eps,
+            )
+            return y.reshape(x.shape), tuple(cache)
+        qkv = qkv.astype(jnp.float32) * self.attention_norm.factor(squares)[..., None]
         q, k = rotate(qkv[:, :, :heads], *turn), rotate(qkv[:, :, heads : heads + shared], *turn)
         q, k, v = (a.astype(self.dtype) for a in (q, k, qkv[:, :, heads + shared :]))
         if cache is not None:
@@ -162,21 +183,28 @@ class Llama(nnx.Module):
       dtype: of the computation.
       param_dtype: of the parameters.
       attention: implementation of ``jax.nn.dot_product_attention`` for whole prompts, ``"xla"`` or ``"cudnn"``.
+      fused_decode: whether single tokens use ``decode_attention``, on a GPU alone.
       rngs: random streams.
     """
 
     def __init__(
-        self, config: Config, *, dtype=jnp.float32, param_dtype=jnp.float32, attention: str = "xla", rngs: nnx.Rngs
+        self,
+        config: Config,
+        *,
+        dtype=jnp.float32,
+        param_dtype=jnp.float32,
+        attention: str = "xla",
+        fused_decode: bool = False,
+        rngs: nnx.Rngs,
     ):
         size = config.hidden_size
         types = {"dtype": dtype, "param_dtype": param_dtype}
+        kinds = {"attention": attention, "fused_decode": fused_decode}
         self.config = config
         self.embed = nnx.Embed(
             config.vocab_size, size, embedding_init=nnx.initializers.normal(size**-0.5), rngs=rngs, **types
         )
-        self.blocks = nnx.List(
-            Block(config, attention=attention, rngs=rngs, **types) for _ in range(config.num_hidden_layers)
-        )
+        self.blocks = nnx.List(Block(config, rngs=rngs, **types, **kinds) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, epsilon=config.rms_norm_eps, **types)
         self.head = nnx.Linear(size, config.vocab_size, use_bias=False, rngs=rngs, **types)
 
@@ -212,8 +240,9 @@ class Llama(nnx.Module):
             new.append(updated)
         if at is not None:
             x = lax.dynamic_slice_in_dim(x, at, 1, axis=1)
-        scaled, factor = self.norm(x)
-        return self.head(scaled).astype(jnp.float32) * factor, None if cache is None else new
+        scaled, squares = self.norm(x)
+        logits = self.head(scaled).astype(jnp.float32) * self.norm.factor(squares)
+        return logits, None if cache is None else new
 
 
 def empty_cache(config: Config, batch: int, capacity: int, dtype) -> Cache:
