@@ -20,6 +20,8 @@ nb::dict registrations() {
   nb::dict targets;
   targets["wonly_matmul_v1"] = capsule_of(wonly::cpu::matmul_handler);
   targets["wonly_ragged_matmul_v1"] = capsule_of(wonly::cpu::ragged_matmul_handler);
+  targets["wonly_matmul_transposed_v1"] = capsule_of(wonly::cpu::matmul_transposed_handler);
+  targets["wonly_ragged_matmul_transposed_v1"] = capsule_of(wonly::cpu::ragged_matmul_transposed_handler);
   targets["wonly_quantize_v1"] = capsule_of(wonly::cpu::quantize_handler);
   targets["wonly_dequantize_v1"] = capsule_of(wonly::cpu::dequantize_handler);
   return targets;

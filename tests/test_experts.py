@@ -56,7 +56,7 @@ def sizes_of(rng, experts, rows):
     return sizes, ids
 
 
-@settings(max_examples=24)
+@settings(max_examples=14)
 @given(
     experts=st.integers(1, 9),
     rows=st.integers(0, 90),
@@ -81,7 +81,7 @@ def test_ragged_dot(experts, rows, n, size, bits, mode, dtype, activation, bias,
     assert_rows(y, x, weight, ids, bias=b, activation=activation, implementation=implementation)
 
 
-@settings(max_examples=24)
+@settings(max_examples=14)
 @given(
     experts=st.integers(1, 9),
     shapes=st.sampled_from(
@@ -201,7 +201,7 @@ def text_of(f, *args):
 axis = st.sampled_from([None, 0, 1])
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(
     x_axis=axis,
     rows_axis=axis,

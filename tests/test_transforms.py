@@ -1,7 +1,9 @@
 """The product under JAX's transformations: values, gradients, and how many custom calls are left."""
 
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 from matmul_cases import check_gradients
-from reference import MODES, activate, random_weight, random_x
+from reference import DTYPES, MODES, activate, random_weight, random_x
 
 import jax_wonly as jw
+from jax_wonly import _cpu
 
 
 def compiled_text(f, *args) -> str:
@@ -232,6 +235,68 @@ def test_gradient_with_respect_to_x_keeps_weights_packed(rng):
     residuals = jax.eval_shape(lambda x: jax.vjp(lambda x: jw.matmul(x, qt), x)[1], x)
     sizes = [a.size * a.dtype.itemsize for a in jax.tree.leaves(residuals)]
     assert sum(sizes) <= qt.nbytes
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_no_dense_weight(rng, lead):
+    """The compiled gradients with respect to x hold no dense copy of the weight; saved values neither."""
+    weight = random_weight(rng, 192, 320, group_size=64, mode="integer_zeros", lead=lead)
+    x, dy = random_x(rng, (*lead, 3, 192)), random_x(rng, (*lead, 3, 320))
+
+    def dx(x, dy, qt):
+        return jax.vjp(lambda x: jw.matmul(x, qt), x)[1](dy)[0]
+
+    np.testing.assert_allclose(
+        dx(x, dy, weight.qt), np.asarray(dy) @ weight.dense.swapaxes(-1, -2), rtol=1e-4, atol=1e-3
+    )
+    assert not re.search(r"\[(\d+,)*(192,320|320,192|3,64,320)[\],]", compiled_text(dx, x, dy, weight.qt))
+    assert calls(dx, x, dy, weight.qt, target="wonly_matmul_transposed_v1") == 1
+
+    def f(x, scales):
+        return jw.matmul(x, weight.qt.qvalue, scales, weight.qt.zeros)
+
+    saved = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], x, weight.qt.scales)
+    assert sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(saved)) <= weight.qt.nbytes + x.nbytes
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_transposed_kernels(rng, bits, mode):
+    """dy @ w.T of every instruction set against float64: shapes that are no multiples of anything."""
+    k, group_size = [(96, 32), (64, 64), (101, None), (384, 128), (640, 32), (512, 256)][rng.integers(6)]
+    m, n = int(rng.integers(1, 40)), int(rng.integers(1, 200))
+    dtype = str(rng.choice(list(DTYPES)))
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, lead=(3,))
+    x, dy = random_x(rng, (3, m, k), dtype), random_x(rng, (3, m, n), dtype)
+    dx = jax.jit(lambda dy: jax.vjp(partial(jw.matmul, qw=weight.qt, implementation="cpu"), x)[1](dy)[0])
+    dy64 = np.asarray(dy).astype(np.float64)
+    exact = dy64 @ weight.dense.swapaxes(1, 2)
+    bound = 2.0**-20 * (np.abs(dy64) @ weight.magnitude.swapaxes(1, 2))
+    bound += {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}[dtype] * 1.01 * np.abs(exact)
+    try:
+        for isa in _cpu.isas():
+            _cpu.force_isa(isa)
+            error = np.abs(np.asarray(dx(dy)).astype(np.float64) - exact)
+            assert (error <= bound).all(), (isa, k, n, m, dtype)
+    finally:
+        _cpu.force_isa("")
+
+
+def test_remat_of_many_layers(rng):
+    """The gradient of 32 stacked layers, rematerialised, is traced and compiled once for all of them."""
+    qt = random_weight(rng, 64, 64, group_size=32, lead=(32,)).qt
+    x = random_x(rng, (3, 64)) / 8
+
+    def loss(x, policy):
+        layer = jax.checkpoint(lambda c, w: (jnp.tanh(c @ w), None), policy=policy)
+        return jax.lax.scan(layer, x, qt)[0].sum()
+
+    start = time.perf_counter()
+    compiled = {p: jax.jit(jax.grad(partial(loss, policy=p))).lower(x).compile() for p in (None, jw.checkpoint_policy)}
+    assert time.perf_counter() - start < 30
+    repeats, saves = ((c.as_text().count('"wonly_matmul_v1"'), c(x)) for c in compiled.values())
+    assert (repeats[0], saves[0]) == (2, 1)
+    np.testing.assert_allclose(repeats[1], saves[1], rtol=1e-5, atol=1e-6)
 
 
 def test_remat(rng):

@@ -85,7 +85,8 @@ struct PackedX {
   WONLY_ALWAYS_INLINE int64_t x_row(int64_t i) const { return repeat == 1 ? row(i) : row(i) / repeat; }
 };
 
-// The product of all packed rows with the outputs of tile `tile`: y[rows, n] = activation(x @ W + bias).
+// The product of all packed rows with the outputs of tile `tile`: y[rows, n] = activation(x @ W + bias). Transposed, x
+// has N inputs, and `tile` counts pieces of kRunInputs of the weight's inputs: y[rows, k] = x @ W^T.
 struct MatmulTask {
   Weights weights;
   PackedX x;
@@ -131,9 +132,11 @@ struct Engine {
   bool (*plane_exponents)(const Weights& weights, Rows x, int64_t row, int16_t* exponents);
   void (*pack_block)(const PackedX& packed, const Weights& weights, Rows x, int64_t block);
   int64_t (*scratch_floats)(const Weights& weights, int64_t rows);
+  int64_t (*transposed_floats)(const Weights& weights, int64_t rows);
   void (*matmul_direct)(const MatmulTask& task);
   void (*matmul_panel)(const MatmulTask& task);
   void (*matmul_planes)(const MatmulTask& task);
+  void (*matmul_transposed)(const MatmulTask& task);
   void (*quantize)(const QuantizeTask& task);
   void (*dequantize)(const DequantizeTask& task);
 };

@@ -176,12 +176,12 @@ void direct_kernel(const Weights& weights, const uint32_t* tiles, const void* pa
   }
 }
 
-// out[groups][64] in lane order: rows of 64 outputs of a parameter, zeros beyond n.
-void load_parameter(const Weights& weights, Rows parameter, int64_t tile, float* out) {
+// out[groups][64] in lane order: rows of 64 outputs of a parameter, zeros beyond n, for groups [begin, end).
+void load_parameter(const Weights& weights, Rows parameter, int64_t tile, int64_t begin, int64_t end, float* out) {
   const int64_t n0 = tile * kTileN;
   const int64_t count = weights.n - n0 < kTileN ? weights.n - n0 : kTileN;
   alignas(64) float row[kTileN] = {};
-  for (int64_t g = 0; g < weights.groups; ++g) {
+  for (int64_t g = begin; g < end; ++g) {
     load_row(parameter.data, parameter.type, g * weights.n + n0, count, row);
     for (int atom = 0; atom < kAtomsPerTile; ++atom)
       Ops::store(out + g * kTileN + atom * kLanes, Ops::load_natural(row + atom * kLanes));
@@ -320,9 +320,10 @@ struct Scratch {
   static int64_t floats(const Weights& weights, int64_t rows) {
     return (2 * weights.groups + kChunk + 32 + rows) * kTileN;
   }
-  void load(const Weights& weights, int64_t tile) const {
-    load_parameter(weights, weights.scales, tile, scales);
-    if (weights.shift_mode != ShiftMode::kNone) load_parameter(weights, weights.shift, tile, shifts);
+  void load(const Weights& weights, int64_t tile) const { load(weights, tile, 0, weights.groups); }
+  void load(const Weights& weights, int64_t tile, int64_t begin, int64_t end) const {
+    load_parameter(weights, weights.scales, tile, begin, end, scales);
+    if (weights.shift_mode != ShiftMode::kNone) load_parameter(weights, weights.shift, tile, begin, end, shifts);
   }
 };
 
@@ -548,6 +549,57 @@ void matmul_panel(const MatmulTask& task) {
     }
   }
   finish(task, row_begin, rows, scratch.totals);
+}
+
+// x has the weight's outputs as its inputs, which a panel must have as rows: out[piece][output][64 inputs] from
+// panel[input][64] in lane order.
+void transpose_panel(const float* panel, int64_t inputs, float* out) {
+  for (int64_t piece = 0; piece < inputs; piece += kTileN, out += kTileN * kTileN) {
+    for (int lane = 0; lane < kTileN; ++lane) {
+      const int output = lane / kLanes * kLanes + lane % 2 * 8 + lane % kLanes / 2;
+      for (int k = 0; k < kTileN; ++k)
+        out[output * kTileN + k] = piece + k < inputs ? panel[(piece + k) * kTileN + lane] : 0.0f;
+    }
+  }
+}
+
+int64_t transposed_floats(const Weights& weights, int64_t rows) {
+  return Scratch::floats(weights, kChunk + rows * (kChunk / kTileN));
+}
+
+void matmul_transposed(const MatmulTask& task) {
+  const Weights& weights = task.weights;
+  const PackedX& x = task.x;
+  const Scratch scratch(weights, task.scratch);
+  float* const transposed = scratch.totals;            // [pieces][64][64]
+  float* const totals = transposed + kChunk * kTileN;  // [pieces][rows][64]
+  const int64_t begin = task.tile * kChunk;
+  const int64_t end = begin + kChunk < weights.k ? begin + kChunk : weights.k;
+  const int64_t first_group = begin / weights.group_size(), end_group = (end - 1) / weights.group_size() + 1;
+  const int64_t pieces = ceil_div(end - begin, kTileN);
+  const int64_t row_begin = x.block_begin(task.block_begin);
+  const int64_t rows = x.block_begin(task.block_end) - row_begin;
+  std::memset(totals, 0, sizeof(float) * pieces * rows * kTileN);
+  for (int64_t tile = 0; tile < weights.tiles_n(); ++tile) {
+    scratch.load(weights, tile, first_group, end_group);
+    decode_f32(weights, tiles_of(weights, tile), begin, end, scratch, scratch.panel);
+    transpose_panel(scratch.panel, end - begin, transposed);
+    for (int64_t block = task.block_begin; block < task.block_end; ++block) {
+      const int64_t first = x.block_begin(block);
+      const int64_t height = x.block_begin(block + 1) - first;
+      const float* x_block = static_cast<const float*>(x.data) + first * x.row_elements() + tile * kTileN * height;
+      const MicroKernel kernel = micro_for<F32Policy>(height);
+      for (int64_t piece = 0; piece < pieces; ++piece)
+        kernel(transposed + piece * kTileN * kTileN, x_block, kTileN, nullptr,
+               totals + (piece * rows + first - row_begin) * kTileN);
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      const int64_t k = begin + piece * kTileN;
+      const int64_t count = end - k < kTileN ? end - k : kTileN;
+      store_row(totals + (piece * rows + r) * kTileN, count, task.y, task.y_type, x.row(row_begin + r) * weights.k + k);
+    }
 }
 
 #if defined(WONLY_PLANES)
@@ -1041,6 +1093,8 @@ constexpr Engine make_engine(const char* name, bool pairs) {
   engine.scratch_floats = Scratch::floats;
   engine.matmul_direct = matmul_direct;
   engine.matmul_panel = matmul_panel;
+  engine.transposed_floats = transposed_floats;
+  engine.matmul_transposed = matmul_transposed;
 #if defined(WONLY_PLANES)
   engine.plane_rows = kPlaneRows;
   engine.plane_exponents = plane_exponents;

@@ -56,6 +56,7 @@ struct Product {
   Activation activation;
   int64_t x_batches, x_rows;  // rows of a batch entry of x
   int64_t repeat = 1;         // row r of y is row r / repeat of x
+  bool transposed = false;    // with the transposed weights
 
   // Rows of one share in one form, and the kernel for them.
   struct Part {
@@ -66,10 +67,12 @@ struct Product {
     size_t data_offset = 0, runs_offset = 0;  // bytes within the shared buffer
   };
 
+  int64_t inputs() const { return transposed ? weights.n : weights.k; }
+
   // How rows in float32 (or f16) run. Runs shorter than 64 inputs leave nothing to gain over float32.
   Form form(const Share& share) const {
     const Weights first = weights_at(weights, 0);
-    if (!first.whole_groups()) return Form::kF32;
+    if (transposed || !first.whole_groups()) return Form::kF32;
     if (engine.pairs && x.type == DType::kBF16) {
       if (weights.shift_mode == ShiftMode::kNone) return Form::kBF16Pairs;
       if (weights.shift_mode == ShiftMode::kZeros && weights.shift.type == DType::kU8 &&
@@ -89,8 +92,11 @@ struct Product {
     packed.row_index = share.rows;
     packed.repeat = repeat;
     packed.rows = packed.rows_padded = share.count;
-    packed.k_padded = ceil_div(weights.k, 64) * 64;
-    if (form == Form::kPlanes) {
+    packed.k_padded = ceil_div(inputs(), 64) * 64;
+    if (transposed) {
+      packed.blocks = ceil_div(share.count, engine.panel_rows);
+      part.kernel = engine.matmul_transposed;
+    } else if (form == Form::kPlanes) {
       packed.blocks = ceil_div(share.count, engine.plane_rows);
       part.kernel = engine.matmul_planes;
     } else if (share.count <= engine.direct_rows && weights_at(weights, 0).whole_groups()) {
@@ -108,7 +114,9 @@ struct Product {
   }
 
   bool run(const std::vector<Share>& shares) {
-    const Weights first = weights_at(weights, 0);
+    Weights first = weights_at(weights, 0);
+    const int64_t tiles = transposed ? ceil_div(first.k, kRunInputs) : first.tiles_n();
+    first.k = inputs();  // what rows are packed by
     std::vector<Form> forms;
     int64_t all_rows = 0, all_outputs = 0;
     bool planes = false;
@@ -116,15 +124,16 @@ struct Product {
       forms.push_back(form(share));
       planes = planes || forms.back() == Form::kPlanes;
       all_rows += share.count;
-      all_outputs += share.count * share.weights * first.tiles_n() * kTileN;
+      all_outputs += share.count * share.weights;
     }
-    const bool small = all_outputs * weights.k < (int64_t{1} << 19);  // over before a thread wakes
+    const bool small = all_outputs * weights.k * ceil_div(weights.n, kTileN) * kTileN <
+                       (int64_t{1} << 19);  // over before a thread wakes
     const auto share_out = [&](bool alone, int64_t count, const std::function<void(int64_t)>& body) {
       if (!alone && count > 1) return parallel_for(pool, count, body);
       for (int64_t i = 0; i < count; ++i) body(i);
       return true;
     };
-    const bool pack_alone = all_rows * weights.k < (int64_t{1} << 15);
+    const bool pack_alone = all_rows * inputs() < (int64_t{1} << 15);
 
     std::vector<Part> parts;
     std::vector<int16_t> exponents;
@@ -193,12 +202,11 @@ struct Product {
     };
     std::vector<int64_t> pack_starts, task_starts;
     int64_t pack_items = 0, task_items = 0;
-    const int64_t tiles_n = first.tiles_n();
     for (const Part& part : parts) {
       pack_starts.push_back(pack_items);
       task_starts.push_back(task_items);
       pack_items += part.packed.blocks;
-      task_items += part.share.weights * tiles_n * part.row_tasks;
+      task_items += part.share.weights * tiles * part.row_tasks;
     }
     if (!share_out(pack_alone, pack_items, [&](int64_t item) {
           const auto [part, block] = find(pack_starts, item);
@@ -210,19 +218,19 @@ struct Product {
       const auto [part, within] = find(task_starts, item);
       const PackedX& packed = part->packed;
       const int64_t row_task = within % part->row_tasks;
-      const int64_t b = part->share.first_weights + within / part->row_tasks / tiles_n;
+      const int64_t b = part->share.first_weights + within / part->row_tasks / tiles;
       MatmulTask task{};
       task.weights = weights_at(weights, b);
       task.x = packed;
       task.block_begin = row_task * packed.blocks / part->row_tasks;
       task.block_end = (row_task + 1) * packed.blocks / part->row_tasks;
-      task.tile = within / part->row_tasks % tiles_n;
+      task.tile = within / part->row_tasks % tiles;
       task.bias = rows_at(bias, b);
       task.activation = activation;
       task.y = y.at(b);
       task.y_type = y.type;
       const int64_t task_rows = packed.block_begin(task.block_end) - packed.block_begin(task.block_begin);
-      const int64_t floats = engine.scratch_floats(task.weights, task_rows);
+      const int64_t floats = (transposed ? engine.transposed_floats : engine.scratch_floats)(task.weights, task_rows);
       task.scratch = thread_buffer<Buffer::kTask>().reserve(static_cast<size_t>(floats));
       part->kernel(task);
     });
@@ -230,6 +238,21 @@ struct Product {
     return done;
   }
 };
+
+// y of operands whose batches broadcast.
+ffi::Error run_batches(ffi::ThreadPool& pool, const Engine& engine, const MatmulOperands& operands, bool transposed) {
+  const int64_t x_batches = operands.x.stride == 0 ? 1 : operands.batch;
+  Product product{pool,          engine,     operands.weights,    operands.x,
+                  operands.bias, operands.y, operands.activation, x_batches,
+                  operands.m,    1,          transposed};
+  try {
+    std::vector<Share> shares;
+    for (int64_t b = 0; b < x_batches; ++b) shares.push_back({b, b, operands.batch / x_batches, nullptr, operands.m});
+    return product.run(shares) ? ffi::Error::Success() : out_of_memory();
+  } catch (const std::bad_alloc&) {
+    return out_of_memory();
+  }
+}
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t shift_mode,
@@ -240,16 +263,19 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi
   MatmulOperands operands;
   WONLY_RETURN_IF_ERROR(check_matmul(x, qw, scales, rest, *y, bits, shift_mode, has_bias, activation, operands));
   if (y->element_count() == 0) return ffi::Error::Success();
-  const int64_t x_batches = operands.x.stride == 0 ? 1 : operands.batch;
-  Product product{pool,      *engine,   operands.weights, operands.x, operands.bias, operands.y, operands.activation,
-                  x_batches, operands.m};
-  try {
-    std::vector<Share> shares;
-    for (int64_t b = 0; b < x_batches; ++b) shares.push_back({b, b, operands.batch / x_batches, nullptr, operands.m});
-    return product.run(shares) ? ffi::Error::Success() : out_of_memory();
-  } catch (const std::bad_alloc&) {
-    return out_of_memory();
-  }
+  return run_batches(pool, *engine, operands, false);
+}
+
+ffi::Error matmul_transposed(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                             ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx, int64_t bits,
+                             int64_t shift_mode) {
+  std::string message;
+  const Engine* engine = active_engine(message);
+  if (engine == nullptr) return invalid(message);
+  MatmulOperands operands;
+  WONLY_RETURN_IF_ERROR(check_matmul_transposed(dy, qw, scales, rest, *dx, bits, shift_mode, operands));
+  if (dx->element_count() == 0) return ffi::Error::Success();
+  return run_batches(pool, *engine, operands, true);
 }
 
 // The rows of a ragged product, those of each expert together.
@@ -273,7 +299,7 @@ struct ExpertRows {
     std::vector<int64_t> next(static_cast<size_t>(experts) + 2);
     for (int64_t r = 0; r < operands.m; ++r) ++next[expert_of(r) + 1];
     for (int64_t e = 0; e <= experts; ++e) next[e + 1] += next[e];
-    std::copy(next.begin(), next.begin() + experts + 1, begin.begin());
+    for (int64_t e = 0; e <= experts; ++e) begin[e] = next[e];
     for (int64_t r = 0; r < operands.m; ++r) rows[next[expert_of(r)]++] = static_cast<int32_t>(r);
   }
 };
@@ -283,6 +309,33 @@ void zero_rest(const RaggedOperands& operands, int64_t width, const ExpertRows& 
   const int64_t bytes = width * element_size(operands.y.type);
   for (int64_t i = order.begin.back(); i < operands.m; ++i)
     std::memset(operands.y.data + order.rows[i] * bytes, 0, static_cast<size_t>(bytes));
+}
+
+ffi::Error run_experts(ffi::ThreadPool& pool, const Engine& engine, RaggedOperands& operands, bool transposed) {
+  operands.x.stride = operands.y.stride = 0;  // one batch entry of each
+  Product product{pool,
+                  engine,
+                  operands.weights,
+                  operands.x,
+                  operands.bias,
+                  operands.y,
+                  operands.activation,
+                  1,
+                  operands.m / operands.repeat,
+                  operands.repeat,
+                  transposed};
+  try {
+    const ExpertRows order(operands);
+    zero_rest(operands, transposed ? operands.weights.k : operands.weights.n, order);
+    std::vector<Share> shares;
+    for (int64_t e = 0; e < operands.experts; ++e) {
+      const int64_t count = order.begin[e + 1] - order.begin[e];
+      if (count > 0) shares.push_back({0, e, 1, order.rows.data() + order.begin[e], count});
+    }
+    return product.run(shares) ? ffi::Error::Success() : out_of_memory();
+  } catch (const std::bad_alloc&) {
+    return out_of_memory();
+  }
 }
 
 ffi::Error ragged_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
@@ -296,29 +349,21 @@ ffi::Error ragged_matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   WONLY_RETURN_IF_ERROR(check_ragged(x, qw, scales, rows, rest, *y, *scratch, bits, shift_mode, has_bias, activation,
                                      row_mode, false, operands));
   if (y->element_count() == 0) return ffi::Error::Success();
-  operands.x.stride = operands.y.stride = 0;  // one batch entry of each
-  Product product{pool,
-                  *engine,
-                  operands.weights,
-                  operands.x,
-                  operands.bias,
-                  operands.y,
-                  operands.activation,
-                  1,
-                  operands.m / operands.repeat,
-                  operands.repeat};
-  try {
-    const ExpertRows order(operands);
-    zero_rest(operands, operands.weights.n, order);
-    std::vector<Share> shares;
-    for (int64_t e = 0; e < operands.experts; ++e) {
-      const int64_t count = order.begin[e + 1] - order.begin[e];
-      if (count > 0) shares.push_back({0, e, 1, order.rows.data() + order.begin[e], count});
-    }
-    return product.run(shares) ? ffi::Error::Success() : out_of_memory();
-  } catch (const std::bad_alloc&) {
-    return out_of_memory();
-  }
+  return run_experts(pool, *engine, operands, false);
+}
+
+ffi::Error ragged_matmul_transposed(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                                    ffi::AnyBuffer rows, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx,
+                                    ffi::Result<ffi::AnyBuffer> scratch, int64_t bits, int64_t shift_mode,
+                                    int64_t row_mode) {
+  std::string message;
+  const Engine* engine = active_engine(message);
+  if (engine == nullptr) return invalid(message);
+  RaggedOperands operands;
+  WONLY_RETURN_IF_ERROR(
+      check_ragged(dy, qw, scales, rows, rest, *dx, *scratch, bits, shift_mode, 0, 0, row_mode, true, operands));
+  if (dx->element_count() == 0) return ffi::Error::Success();
+  return run_experts(pool, *engine, operands, true);
 }
 
 ffi::Error quantize(ffi::ThreadPool pool, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> qw,
@@ -388,6 +433,16 @@ XLA_FFI_Error* matmul_handler(XLA_FFI_CallFrame* call_frame) {
 
 XLA_FFI_Error* ragged_matmul_handler(XLA_FFI_CallFrame* call_frame) {
   static const auto* handler = bind_ragged_matmul<ffi::ThreadPool>().To(ragged_matmul).release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* matmul_transposed_handler(XLA_FFI_CallFrame* call_frame) {
+  static const auto* handler = bind_matmul_transposed<ffi::ThreadPool>().To(matmul_transposed).release();
+  return handler->Call(call_frame);
+}
+
+XLA_FFI_Error* ragged_matmul_transposed_handler(XLA_FFI_CallFrame* call_frame) {
+  static const auto* handler = bind_ragged_matmul_transposed<ffi::ThreadPool>().To(ragged_matmul_transposed).release();
   return handler->Call(call_frame);
 }
 

@@ -27,7 +27,15 @@ from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives._common import align_varying, make_primitive, register_lowerings
 from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
-from jax_wonly.primitives.matmul import ACTIVATIONS, PRODUCTS, compute_dtype, dense_precision, group_sums, split_rest
+from jax_wonly.primitives.matmul import (
+    ACTIVATIONS,
+    PRODUCTS,
+    compute_dtype,
+    dense_precision,
+    group_sums,
+    linear_in_scales,
+    split_rest,
+)
 from jax_wonly.primitives.matmul_sharding import allow_partitioning
 
 ragged_matmul_p = make_primitive("wonly_ragged_matmul")
@@ -173,7 +181,7 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
 
 def _prefers_kernel(p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
-    return p.implementation != "dequantize" and platform == "cpu" and not p.transpose
+    return p.implementation != "dequantize" and platform == "cpu"
 
 
 def _result_shape(x, scales, rows, p: Params):
@@ -274,11 +282,6 @@ def _batch_bias(operands, axes, size: int, p: Params):
 # Differentiation.
 
 
-def _zero_shift(scales, p: Params):
-    """The shift and its mode with which the product is linear in the scales."""
-    return jnp.zeros(scales.shape, jnp.uint8), p._replace(shift_mode=ShiftMode.ZEROS)
-
-
 def _jvp(primals, tangents, *, params: Params):
     p = params
     linear = p._replace(has_bias=False, activation=Activation.NONE)
@@ -299,10 +302,7 @@ def _jvp(primals, tangents, *, params: Params):
     if not isinstance(x_dot, ad.Zero):
         terms.append(ragged_matmul_p.bind(x_dot, qw, scales, rows, *shift, params=linear))
     if not isinstance(scales_dot, ad.Zero):
-        scales_shift, by_scales = shift, linear
-        if p.shift_mode == ShiftMode.OFFSETS:  # the offsets' part does not move with the scales
-            zeros, by_scales = _zero_shift(scales, linear)
-            scales_shift = (zeros,)
+        scales_shift, by_scales = linear_in_scales(scales_dot, shift, linear)
         terms.append(ragged_matmul_p.bind(x, qw, scales_dot, rows, *scales_shift, params=by_scales))
     if shift_dot and not isinstance(shift_dot[0], ad.Zero) and jnp.issubdtype(shift[0].dtype, jnp.floating):
         terms.append(_shift_tangent(x, scales, shift_dot[0], rows, p))

@@ -110,25 +110,20 @@ def _kernel(x, qw, scales, *rest, p: Params) -> jax.Array:
     """The fused custom call."""
     # The kernels write the activations' type or float32; the rare third type is a conversion of the latter.
     dtype = p.out_dtype if p.out_dtype in (x.dtype, jnp.float32) else jnp.dtype(jnp.float32)
-    lead = max(a.shape[0] for a in (x, qw, scales, *rest))
-    call = jax.ffi.ffi_call(_abi.MATMUL, jax.ShapeDtypeStruct((lead, x.shape[1], scales.shape[-1]), dtype))
-    y = call(
-        x,
-        qw,
-        scales,
-        *rest,
-        bits=np.int64(p.bits),
-        shift_mode=np.int64(p.shift_mode),
-        has_bias=np.int64(p.has_bias),
-        activation=np.int64(p.activation),
-    )
-    return y.astype(p.out_dtype)
+    attributes = {"bits": np.int64(p.bits), "shift_mode": np.int64(p.shift_mode)}
+    if not p.transpose:
+        attributes |= {"has_bias": np.int64(p.has_bias), "activation": np.int64(p.activation)}
+    target = _abi.MATMUL_TRANSPOSED if p.transpose else _abi.MATMUL
+    result = jax.ShapeDtypeStruct(_result_shape(x, qw, scales, *rest, p=p), dtype)
+    return jax.ffi.ffi_call(target, result)(x, qw, scales, *rest, **attributes).astype(p.out_dtype)
 
 
 def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
     """Whether the fused kernel runs, or the weights are dequantized for a dense product."""
-    if p.transpose or p.implementation == "dequantize":
+    if p.implementation == "dequantize":
         return False
+    if p.transpose:  # CUDA has no kernels for it
+        return platform == "cpu"
     m = x.shape[1]
     if platform != "cuda" or p.implementation == "cuda" or not isinstance(m, int):
         return True
@@ -226,14 +221,32 @@ def _dense_f32(x, w):
     return jnp.matmul(x.astype(jnp.float32), w, precision=lax.Precision.HIGHEST)
 
 
+def linear_in_scales(scales, shift, p):
+    """The shift and the parameters of a product whose offsets, if it has any, do not move with the scales."""
+    if p.shift_mode != ShiftMode.OFFSETS:
+        return shift, p
+    return (jnp.zeros(scales.shape, jnp.uint8),), p._replace(shift_mode=ShiftMode.ZEROS)
+
+
 def _scales_tangent(x, qw, scales_dot, shift, p: Params):
-    """The product is linear in the scales: the dense product with weights made of their tangent. JAX transposes it."""
-    groups, n = scales_dot.shape[-2:]
+    """The product is linear in the scales: the same product with their tangent."""
+    shift, p = linear_in_scales(scales_dot, shift, p)
+    return matmul_p.bind(x, qw, scales_dot, *shift, params=p)
+
+
+def _scales_cotangent(ct, x, qw, shift, aval, p: Params):
+    """Through the dense product with weights made of scales, which XLA transposes."""
+    groups, n = aval.shape[-2:]
     codes = dequantize.centred_codes(
         qw, *(shift or (None,)), bits=p.bits, shift_mode=p.shift_mode, k=p.k, n=n, groups=groups
     )
-    w = (codes * scales_dot.astype(jnp.float32)[:, :, None]).reshape(-1, p.k, n)
-    return _dense_f32(x, jnp.swapaxes(w, 1, 2) if p.transpose else w)
+
+    def product(scales):
+        w = (codes * scales.astype(jnp.float32)[:, :, None]).reshape(-1, p.k, n)
+        y = _dense_f32(x, jnp.swapaxes(w, 1, 2) if p.transpose else w)
+        return jnp.broadcast_to(y, ct.shape).astype(ct.dtype)
+
+    return jax.linear_transpose(product, jax.ShapeDtypeStruct(aval.shape, aval.dtype))(ct)[0]
 
 
 def _shift_tangent(x, scales, shift_dot, p: Params):
@@ -266,7 +279,7 @@ def _jvp(primals, tangents, *, params: Params):
     if not isinstance(x_dot, ad.Zero):
         terms.append(matmul_p.bind(x_dot, qw, scales, *shift, params=p._replace(has_bias=False)))
     if not isinstance(scales_dot, ad.Zero):
-        terms.append(_scales_tangent(x, qw, scales_dot, shift, p))
+        terms.append(_scales_tangent(x, qw, scales_dot, shift, p._replace(has_bias=False)))
     if shift_dot and not isinstance(shift_dot[0], ad.Zero) and jnp.issubdtype(shift[0].dtype, jnp.floating):
         terms.append(_shift_tangent(x, scales, shift_dot[0], p))
     if bias_dot and not isinstance(bias_dot[0], ad.Zero):
@@ -296,13 +309,7 @@ def _transpose(ct, x, qw, scales, *rest, params: Params):
     if undefined[2]:
         if p.shift_mode == ShiftMode.OFFSETS:
             raise NotImplementedError("jax_wonly: matmul with offsets is not linear in the scales alone.")
-        aval = scales.aval
-
-        def of_scales(s):
-            y = _scales_tangent(x, qw, s, shift, p)
-            return jnp.broadcast_to(y, ct.shape).astype(ct.dtype)
-
-        none[2] = jax.linear_transpose(of_scales, jax.ShapeDtypeStruct(aval.shape, aval.dtype))(ct)[0]
+        none[2] = _scales_cotangent(ct, x, qw, shift, scales.aval, p)
         return none
     aval = x.aval
     shared = aval.shape[0] == 1 and ct.shape[0] != 1
