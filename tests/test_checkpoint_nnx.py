@@ -13,7 +13,7 @@ pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 from jax_wonly import checkpoint  # noqa: E402
 from jax_wonly.checkpoint.nnx import PermutedLinear, load_into, tensors_of  # noqa: E402
-from jax_wonly.nnx import QuantizedLinear  # noqa: E402
+from jax_wonly.nnx import QuantizedEmbed, QuantizedLinear  # noqa: E402
 
 
 class Block(nnx.Module):
@@ -74,7 +74,7 @@ def test_load_into(rng, tmp_path, abstract):
     ck = checkpoint.load(tmp_path / "a.safetensors")
     model = nnx.eval_shape(lambda: Model(nnx.Rngs(0))) if abstract else Model(nnx.Rngs(0))
     report = checkpoint.load_into(model, ck, RENAME)
-    assert not report.missing and not report.unexpected and report.dequantized == ("embed.embedding",)
+    assert not report.missing and not report.unexpected and not report.dequantized
     assert len(report.loaded) == len(tensors) - 1
 
     for path, value in values.items():
@@ -88,7 +88,8 @@ def test_load_into(rng, tmp_path, abstract):
         else:
             assert layer.bias is None and layer.param_dtype == jnp.bfloat16
     assert model.tied is model.blocks[0].up
-    np.testing.assert_array_equal(model.embed.embedding[...], dense(tensors["model.embed.weight"]).T)
+    assert type(model.embed) is QuantizedEmbed
+    np.testing.assert_array_equal(dense(model.embed.kernel), dense(tensors["model.embed.weight"]))
     np.testing.assert_array_equal(model.conv.kernel[...], tensors["model.conv.weight"].transpose(2, 1, 0))
     np.testing.assert_array_equal(model.blocks[0].norm.scale[...], tensors["model.layers.0.norm.weight"])
 
@@ -102,7 +103,7 @@ def test_load_into(rng, tmp_path, abstract):
         block.norm.scale[...], block.norm.bias[...] = (
             tensors[f"model.layers.{i}.norm.{n}"] for n in ("weight", "bias")
         )
-    reference.embed.embedding[...] = model.embed.embedding[...]
+    reference.embed.embedding[...] = dense(model.embed.kernel).T
     reference.conv.kernel[...], reference.conv.bias[...] = model.conv.kernel[...], model.conv.bias[...]
     ids = jnp.arange(12).reshape(2, 6)
     y, expected = nnx.jit(lambda m, i: m(i))(model, ids), reference(ids)
@@ -151,7 +152,7 @@ def test_what_does_not_fit_changes_nothing(rng):
         assert unchanged(model, before)
     with pytest.raises(TypeError, match="dict"):
         load_into({}, tensors)
-    with pytest.raises(ValueError, match="itself a linear layer"):
+    with pytest.raises(ValueError, match="itself a Linear"):
         load_into(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), {})
 
     report = load_into(model, without | {"model.other.weight": wide}, RENAME, strict=False)
@@ -184,3 +185,29 @@ def test_progress(rng, capsys):
     tensors, _ = torch_like(rng)
     load_into(Model(nnx.Rngs(0)), tensors, RENAME, progress=True)
     assert f"{len(tensors) - 1}/{len(tensors) - 1} tensors" in capsys.readouterr().err
+
+
+def test_quantized_layers_take_other_schemes(rng):
+    """int4 to int8, act-order into a layer without and the other way around; activation and bias stay."""
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.layer = QuantizedLinear(64, 32, group_size=32, activation="relu", rngs=nnx.Rngs(0))
+            self.layer.bias[...] = jnp.arange(32.0)
+            self.general = nnx.LinearGeneral((2, 32), (4, 8), axis=(-2, -1), use_bias=False, rngs=nnx.Rngs(0))
+
+    model = Outer()
+    weight = jw.quantize(
+        jnp.asarray(rng.normal(size=(64, 32)).astype(np.float32)), bits=8, mode="offsets", group_size=64
+    )
+    permuted = jw.compat.gptq.decode(*gptq_arrays(rng, 64, 32, 32, 4, 1, True)[:-1])
+    x = rng.normal(0.2, 1, (3, 64)).astype(np.float32)
+    for value, type_ in ((permuted, PermutedLinear), (weight, PermutedLinear), (permuted, PermutedLinear)):
+        load_into(model, {"layer.kernel": value, "general.kernel": weight}, strict=False)
+        assert type(model.layer) is type_ and model.layer.bits == (8 if value is weight else 4)
+        expected = np.maximum(x.astype(np.float64) @ dense(value) + np.arange(32), 0)
+        np.testing.assert_allclose(model.layer(x), expected, rtol=1e-4, atol=1e-3)
+    y = model.general(x.reshape(3, 2, 32))
+    np.testing.assert_allclose(y.reshape(3, 32), x @ dense(weight), rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="permuted inputs"):
+        load_into(model, {"general.kernel": permuted}, strict=False)

@@ -1,5 +1,6 @@
 """Checkpoints and Flax nnx models."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ except ImportError as error:
 
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly.compat import PermutedTensor
-from jax_wonly.nnx import QuantizedLinear, QuantizedParam
+from jax_wonly.nnx import QuantizedLayer, QuantizedLinear, QuantizedParam
+from jax_wonly.nnx._replace import _replacement, replace
 from jax_wonly.progress import progress as progress_bar
 
 Rename = Callable[[str], str | None] | Sequence[tuple[str, str | None]]
 
+_Weight = QuantizedTensor | PermutedTensor
 _KERNEL_NAMES = ("kernel", "embedding", "scale")  # what PyTorch calls weight
 
 
@@ -71,23 +74,42 @@ def _misfits(missing: Sequence[str], unexpected: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Target:
-    """A place in the model: the module, and the attribute of it; ``kernel`` of a quantized layer is its weight."""
+    """A place in the model: the module, and the attribute of it that takes a tensor."""
 
-    module: nnx.Module
+    module: Any
     attribute: str
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        if isinstance(self.module, QuantizedLinear) and self.attribute == "kernel":
-            return (*self.module.qvalue.shape[:-3], self.module.in_features, self.module.out_features)
-        return tuple(getattr(self.module, self.attribute).shape)
+    def is_weight(self) -> bool:
+        """Whether a quantized weight can be there, in a layer that is quantized or can be."""
+        if isinstance(self.module, QuantizedLayer):
+            return self.attribute == self.module.parameter
+        type_ = _replacement(self.module)
+        return type_ is not None and self.attribute == type_.parameter and type_.refuses(self.module) is None
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """``[..., K, N]``."""
+        if isinstance(self.module, QuantizedLayer):
+            return (*self.module.qvalue.shape[:-3], self.module.k, self.module.n)
+        arrange = functools.partial(_type_of(self.module).arrange, self.module)
+        return jax.eval_shape(arrange, jax.ShapeDtypeStruct(self.variable.shape, self.variable.dtype)).shape
+
+    @property
+    def variable(self) -> nnx.Variable:
+        return getattr(self.module, self.attribute)
+
+
+def _type_of(dense: nnx.Module) -> type[QuantizedLayer]:
+    type_ = _replacement(dense)
+    assert type_ is not None
+    return type_
 
 
 def _targets(model: nnx.Module) -> Iterator[tuple[str, _Target]]:
     for path, module in nnx.iter_modules(model):
-        quantized = isinstance(module, QuantizedLinear)
-        if quantized:
-            yield ".".join((*map(str, path), "kernel")), _Target(module, "kernel")
+        if isinstance(module, QuantizedLayer):
+            yield ".".join((*map(str, path), module.parameter)), _Target(module, module.parameter)
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param | nnx.BatchStat):
                 yield ".".join((*map(str, path), name)), _Target(module, name)
@@ -104,10 +126,10 @@ def tensors_of(model: nnx.Module) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for name, target in _targets(model):
         module = target.module
-        if isinstance(module, QuantizedLinear) and target.attribute == "kernel":
+        if isinstance(module, QuantizedLayer) and target.is_weight:
             tensors[name] = module.weight if isinstance(module, PermutedLinear) else module.kernel
         else:
-            tensors[name] = getattr(module, target.attribute)[...]
+            tensors[name] = target.variable[...]
     return tensors
 
 
@@ -139,8 +161,9 @@ def load_into(
 ) -> LoadReport:
     """Puts the tensors of a checkpoint into a Flax nnx model, in place.
 
-    Where the checkpoint has a quantized weight, an ``nnx.Linear`` becomes a ``QuantizedLinear`` (a ``PermutedLinear``
-    for act-order) and a quantized layer takes its scheme; other parameters take the dequantized values. Names are
+    Where the checkpoint has a quantized weight, a layer that :func:`jax_wonly.nnx.quantize` knows becomes a quantized
+    one (an ``nnx.Linear`` with act-order a ``PermutedLinear``), and one that is quantized already takes its scheme;
+    other parameters take the dequantized values. Names are
     paths such as ``"blocks.0.up.kernel"``; ``.weight`` finds ``kernel``, ``embedding`` or ``scale``, and a dense
     ``.weight`` that becomes a ``kernel`` is transposed from PyTorch's layout. Dense arrays take the type of the
     parameter. The model may be abstract (``nnx.eval_shape``), and then costs no memory of its own. When this raises,
@@ -160,12 +183,12 @@ def load_into(
 
     Raises:
       TypeError: ``model`` is no module.
-      ValueError: ``model`` is itself a linear layer; tensors are missing or unexpected with ``strict``; two tensors
+      ValueError: ``model`` is itself such a layer; tensors are missing or unexpected with ``strict``; two tensors
         have one name; a shape is another one; or a tensor is damaged.
     """
     _check_model(model)
-    if isinstance(model, nnx.Linear | QuantizedLinear):
-        raise ValueError("jax_wonly: model is itself a linear layer, which cannot be replaced in place.")
+    if isinstance(model, QuantizedLayer) or _replacement(model) is not None:
+        raise ValueError(f"jax_wonly: model is itself a {type(model).__name__}, which cannot be replaced in place.")
     targets = dict(_targets(model))
     sources: dict[str, tuple[str, bool]] = {}
     unexpected = []
@@ -198,96 +221,78 @@ def load_into(
             values[target] = _fitted(targets[target], stored, from_torch)
         except ValueError as error:
             raise ValueError(f"{error} ({name!r} for {target!r})") from error
-        if isinstance(stored, QuantizedTensor | PermutedTensor) and not isinstance(values[target], type(stored)):
+        if isinstance(stored, _Weight) and not isinstance(values[target], type(stored)):
             dequantized.append(target)
 
-    quantized = {t: v for t, v in values.items() if isinstance(v, QuantizedTensor | PermutedTensor)}
-    layers = {t: _quantized_layer(targets[t].module, value) for t, value in quantized.items()}
+    layers = {t: _layer_for(targets[t].module, v) for t, v in values.items() if isinstance(v, _Weight)}
     # From here on nothing fails.
     for target, value in values.items():
-        if target not in layers:
-            getattr(targets[target].module, targets[target].attribute).set_value(value)
-    replaced = {id(targets[target].module): layer for target, layer in layers.items()}
-    _replace(model, replaced, set())
+        if target in layers:
+            _store(layers[target], value)
+        else:
+            targets[target].variable.set_value(value)
+    replaced = {id(targets[t].module): layer for t, layer in layers.items() if layer is not targets[t].module}
+    for _ in replace(model, replaced, lambda layer: (layer, None)):
+        pass
     return LoadReport(tuple(names), tuple(missing), tuple(unexpected), tuple(dequantized))
 
 
 def _fitted(target: _Target, value: Any, from_torch: bool) -> Any:
-    """``value`` as the place wants it: quantized for a linear layer, else dense, of its type and shape."""
-    module = target.module
-    if isinstance(value, QuantizedTensor | PermutedTensor):
-        if target.attribute == "kernel" and _holds_quantized(module):
-            _check_shape(target, value.shape)
+    """``value`` as the place wants it: quantized where a layer can be, else dense, of its type and shape."""
+    if isinstance(value, _Weight):
+        if target.is_weight and (
+            isinstance(value, QuantizedTensor) or isinstance(target.module, nnx.Linear | QuantizedLinear)
+        ):
+            _check_shape(value.shape, target.weight_shape)
             return value
+        if isinstance(target.module, QuantizedLayer) and target.is_weight:
+            raise ValueError("jax_wonly: the layer is quantized, and cannot take a weight with permuted inputs")
         # An embedding [V, D] is the weight [D, V] of the products that it is made for.
-        dense = value.dequantize(getattr(module, target.attribute).dtype)
+        dense = value.dequantize(target.variable.dtype)
         dense = jnp.swapaxes(dense, -1, -2) if target.attribute == "embedding" else dense
-    elif isinstance(module, QuantizedLinear) and target.attribute == "kernel":
+    elif isinstance(target.module, QuantizedLayer) and target.is_weight:
         raise ValueError("jax_wonly: the layer is quantized, and the checkpoint has a dense array")
     else:
         dense = jnp.asarray(value)
         if from_torch and target.attribute == "kernel" and dense.ndim >= 2:
             dense = dense.transpose(*range(2, dense.ndim), 1, 0)  # [out, in, ...] -> [..., in, out]
-        dense = dense.astype(getattr(module, target.attribute).dtype)
-    _check_shape(target, dense.shape)
+        dense = dense.astype(target.variable.dtype)
+    _check_shape(dense.shape, target.variable.shape)
     return dense
 
 
-def _check_shape(target: _Target, found: tuple[int, ...]) -> None:
-    if tuple(found) != target.shape:
-        raise ValueError(f"jax_wonly: the checkpoint has shape {tuple(found)}, and the model {target.shape}")
+def _check_shape(found: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(found) != tuple(expected):
+        raise ValueError(f"jax_wonly: the checkpoint has shape {tuple(found)}, and the model {tuple(expected)}")
 
 
-def _holds_quantized(module: nnx.Module) -> bool:
-    """Whether a layer may become a quantized one, or is."""
-    if isinstance(module, QuantizedLinear):
-        return True
-    return (
-        isinstance(module, nnx.Linear)
-        and type(module).__call__ is nnx.Linear.__call__
-        and module.dot_general is jax.lax.dot_general
-    )
-
-
-def _quantized_layer(layer: Any, value: Any) -> QuantizedLinear:
-    """The layer of a weight, in everything else as ``layer``, whose bias it shares."""
-    make, weight = (PermutedLinear, value.weight) if isinstance(value, PermutedTensor) else (QuantizedLinear, value)
-    k, n = weight.k, weight.n
-    new = nnx.eval_shape(lambda: make(k, n, bits=weight.bits, group_size=None, use_bias=False, rngs=nnx.Rngs(0)))
-    for name in ("dtype", "param_dtype", "precision", "promote_dtype", "preferred_element_type", "use_bias"):
-        setattr(new, name, getattr(layer, name))
-    for name in ("activation", "implementation"):
-        setattr(new, name, getattr(layer, name, None))
-    new.bias = nnx.data(layer.bias)
-    for name in ("qvalue", "scales", "zeros", "offsets"):
-        array = getattr(weight, name)
-        setattr(new, name, nnx.data(None) if array is None else QuantizedParam(array))
-    if isinstance(new, PermutedLinear):
-        new.permutation = QuantizedParam(value.permutation)
+def _layer_for(layer: Any, value: _Weight) -> QuantizedLayer:
+    """The layer that takes a weight: ``layer``, or a new one that is so in everything else and shares its bias."""
+    permuted = isinstance(value, PermutedTensor)
+    if not isinstance(layer, QuantizedLayer):
+        type_ = PermutedLinear if permuted else _type_of(layer)
+        # Traced, so that nothing is quantized on the way.
+        make = functools.partial(type_.from_dense, bits=4, group_size=None)
+        new: Any = nnx.eval_shape(make, layer)
+    elif permuted and not isinstance(layer, PermutedLinear):
+        make = functools.partial(PermutedLinear, layer.k, layer.n, group_size=None, use_bias=False)
+        new = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+        for name in set(vars(new)) - {"bias", "permutation", "qvalue", "scales", "zeros", "offsets"}:
+            if not name.startswith("_pytree__"):
+                setattr(new, name, getattr(layer, name))
+    else:
+        return layer
+    if hasattr(new, "bias"):
+        new.bias = nnx.data(getattr(layer, "bias", None))
     return new
 
 
-def _replace(node, replaced: Mapping[int, nnx.Module], seen: set[int]) -> Any:
-    """What takes the place of ``node``: modules and containers are changed in place, tuples made anew."""
-    if id(node) in replaced:
-        return replaced[id(node)]
-    if id(node) in seen:
-        return node
-    if isinstance(node, nnx.Module | list | dict):
-        seen.add(id(node))
-        items: Any = vars(node) if isinstance(node, nnx.Module) else node
-        names: list[Any] = list(items) if isinstance(items, dict) else list(range(len(items)))
-        for name in names:
-            if isinstance(name, str) and name.startswith("_pytree__"):
-                continue
-            old = items[name]
-            new = _replace(old, replaced, seen)
-            if new is not old and isinstance(node, nnx.Module):
-                setattr(node, name, nnx.data(new))
-            elif new is not old:
-                items[name] = new
-    elif isinstance(node, tuple):
-        new = [_replace(item, replaced, seen) for item in node]
-        if any(a is not b for a, b in zip(new, node, strict=True)):
-            return type(node)(*new) if hasattr(node, "_fields") else type(node)(new)
-    return node
+def _store(layer: Any, value: _Weight) -> None:
+    weight = value.weight if isinstance(value, PermutedTensor) else value
+    for name in ("qvalue", "scales", "zeros", "offsets"):
+        array = getattr(weight, name)
+        setattr(layer, name, nnx.data(None) if array is None else QuantizedParam(array))
+    layer.bits = weight.bits
+    if isinstance(layer, PermutedLinear):
+        same = jnp.arange(weight.k, dtype=jnp.int32)
+        layer.permutation = QuantizedParam(value.permutation if isinstance(value, PermutedTensor) else same)
