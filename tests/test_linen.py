@@ -16,12 +16,11 @@ from jax_wonly import linen  # noqa: E402
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def randomize(params, key):
-    """Every parameter drawn anew with a mean that is not zero, so that biases and zeros matter."""
-    leaves, tree = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    scaled = [jax.random.normal(k, a.shape, a.dtype) * 0.2 + 0.05 for k, a in zip(keys, leaves, strict=True)]
-    return tree.unflatten(scaled)
+def drawn(model, *inputs):
+    """Parameters of a mean that is not zero, so that biases and zeros matter."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda a: jnp.asarray(rng.normal(0.05, 0.2, a.shape), a.dtype), shapes)
 
 
 def dequantized(params, layers):
@@ -44,7 +43,7 @@ def dequantized(params, layers):
 
 def check(model, *inputs, bits=8, group_size=32, embeddings=False):
     """Quantizes a model, and compares it with itself on dequantized kernels."""
-    params = randomize(jax.jit(model.init)(jax.random.key(0), *inputs)["params"], jax.random.key(1))
+    params = drawn(model, *inputs)
     found = linen.layers(model, {"params": params}, *inputs)
     quantized, report = linen.quantize(
         params, bits=bits, group_size=group_size, layers=found, embeddings=embeddings, mode="integer_zeros"
@@ -73,7 +72,7 @@ class MLP(nn.Module):
 
 def test_dense_without_knowing_the_model():
     model, x = MLP(), random((3, 5, 64))
-    params = randomize(model.init(jax.random.key(0), x)["params"], jax.random.key(1))
+    params = drawn(model, x)
     before = jax.tree.map(np.asarray, params)
     quantized, report = linen.quantize(params, bits=4, group_size=32)
     jax.tree.map(np.testing.assert_array_equal, params, before)
@@ -196,7 +195,7 @@ def test_stacked_along_another_axis_stays_dense():
 
 def test_gradients_reach_input_and_bias():
     model, x = MLP(), random((7, 64))
-    params = randomize(model.init(jax.random.key(0), x)["params"], jax.random.key(1))
+    params = drawn(model, x)
     found = linen.layers(model, {"params": params}, x)
     quantized, _ = linen.quantize(params, bits=8, group_size=32)
     dense = dequantized(quantized, found)

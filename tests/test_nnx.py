@@ -391,9 +391,9 @@ EINSUM = [
 ]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("case", range(len(GENERAL) + len(EINSUM)))
-def test_general_linear_and_einsum(case, bits):
+def test_general_linear_and_einsum(case):
+    bits = 4 + 4 * (case % 2)
     x = random((4, 2, 32, 64))
     if case < len(GENERAL):
         options = dict(GENERAL[case])
@@ -478,9 +478,9 @@ def test_equation_of_one_call():
         QuantizedLinearGeneral(64, 8, dot_general_cls=lambda: None, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
-    ("mode", "group_size", "features"), [("symmetric", 32, 96), ("offsets", None, 70), ("float_zeros", 64, 128)]
+    ("bits", "mode", "group_size", "features"),
+    [(8, "symmetric", 32, 96), (4, "offsets", None, 70), (8, "float_zeros", 64, 128), (4, "integer_zeros", 32, 64)],
 )
 def test_embedding(bits, mode, group_size, features):
     dense = nnx.Embed(83, features, rngs=nnx.Rngs(2))
