@@ -375,6 +375,19 @@ def test_llama_cpp_encode_splits_groups(rng):
         llama_cpp.encode(jw.quantize(w.astype(jnp.bfloat16), bits=4), "Q4_0")
 
 
+def test_rope_order(rng):
+    heads, size, k = 3, 8, 64
+    original = rng.normal(size=(heads * size, k)).astype(np.float32)
+    # The conversion of llama.cpp, on [N, K].
+    stored = original.reshape(heads, 2, size // 2, k).swapaxes(1, 2).reshape(original.shape)
+    np.testing.assert_array_equal(llama_cpp.undo_rope_order(stored.T, heads), original.T)
+    for mode in ("symmetric", "integer_zeros", "offsets"):
+        a, b = (jw.quantize(jnp.asarray(w.T), group_size=32, mode=mode) for w in (stored, original))
+        np.testing.assert_array_equal(dense(llama_cpp.undo_rope_order(a, heads)), dense(b))
+    with pytest.raises(ValueError, match="heads=5"):
+        llama_cpp.undo_rope_order(stored.T, 5)
+
+
 # --- FasterTransformer's layout ---
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax_wonly._format import bias_of
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import check_array
-from jax_wonly.compat._codes import nibbles, quantized, unpack
+from jax_wonly.compat._codes import nibbles, pack, quantized, unpack
 
 
 def _half(block, start: int):
@@ -199,3 +199,28 @@ def encode(qt: QuantizedTensor, kind: str) -> jax.Array:
     packed = codes ^ np.uint8(128) if bits == 8 else codes[..., :16] | (codes[..., 16:] << np.uint8(4))
     blocks = jnp.concatenate([*fields, packed], -1)
     return blocks.reshape(*blocks.shape[:-2], -1)
+
+
+def undo_rope_order(weight, heads: int):
+    """The query or key weight of a LLaMA-family GGUF file with its outputs in the order of the original model.
+
+    llama.cpp's conversion puts the two halves of each head, which rotary embeddings combine, next to each other. Use it
+    on ``attn_q`` with the number of heads, and on ``attn_k`` with that of key heads, where
+    ``metadata["general.architecture"]`` is ``"llama"``; other architectures are stored as they are.
+
+    Args:
+      weight: a :class:`~jax_wonly.QuantizedTensor` ``[..., K, N]``, or a dense array ``[K, N]``.
+      heads: heads among the N outputs.
+
+    Raises:
+      ValueError: N is not a multiple of ``2 * heads``.
+    """
+    n = weight.shape[-1]
+    if heads < 1 or n % (2 * heads):
+        raise ValueError(f"jax_wonly: heads={heads} does not divide N={n} into halves of heads.")
+    order = np.arange(n).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    if not isinstance(weight, QuantizedTensor):
+        return jnp.take(weight, order, axis=-1)
+    codes = jnp.take(unpack(weight.qvalue, weight.bits, weight.k, weight.n), order, axis=-1)
+    fields = [None if a is None else jnp.take(a, order, axis=-1) for a in (weight.scales, weight.zeros, weight.offsets)]
+    return QuantizedTensor(pack(codes, weight.bits), *fields, bits=weight.bits, k=weight.k, n=weight.n)
