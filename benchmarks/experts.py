@@ -1,0 +1,195 @@
+"""Times products with experts' weights on a GPU beside dense ones of the same process, into one result file.
+
+    python benchmarks/experts.py [--suite mixtral many-up many-down] [--tokens N ...] [--output FILE] [--append]
+
+Every token goes to ``top_k`` of the experts: to all alike (``balanced``), or to expert e with a weight of 1 / (e + 1)
+(``skewed``). Kernel time is CUPTI's, the median over calls that rotate through more than four times the L2 of touched
+weights; all functions take turns. Microseconds:
+
+- ``us``: ``ragged_dot`` of the tokens sorted by expert, int4 in groups of 128;
+- ``gather_us``: ``gather_matmul`` of the tokens in their own order;
+- ``dense_us``: ``jax.lax.ragged_dot`` in bfloat16, where it fits into memory;
+- ``loop_us``: ``matmul`` for one expert after the other, for which the host has to know the sizes;
+- ``flops_us``: one dense bfloat16 product of the same number of operations.
+
+``gbps`` counts the weights and scales of the touched experts, activations and results once; ``share`` is that of the
+``gbps`` of one product with 8192 x 28672 weights and one token (``stream_gbps``).
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _common import Calls, copies_of, require_gpu, save
+
+import jax_wonly as jw
+from jax_wonly.progress import progress
+
+RESULTS = Path(__file__).parent / "results" / "h100-experts.json"
+SUITES = {
+    "mixtral": {"experts": 8, "top_k": 2, "k": 4096, "n": 14336},
+    "many-up": {"experts": 128, "top_k": 8, "k": 2048, "n": 1536},
+    "many-down": {"experts": 128, "top_k": 8, "k": 768, "n": 2048},
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 8192)
+GROUP_SIZE = 128
+IDENTITY = ("suite", "routing", "tokens")
+
+
+def route(rng: np.random.Generator, routing: str, tokens: int, experts: int, top_k: int) -> np.ndarray:
+    """The experts of every token, int32 ``[tokens, top_k]``, all different."""
+    if routing == "balanced":
+        return rng.permutation(experts)[np.arange(tokens * top_k).reshape(tokens, top_k) % experts].astype(np.int32)
+    scores = np.log(1 / np.arange(1, experts + 1)) + rng.gumbel(size=(tokens, experts))
+    return np.argsort(-scores, axis=1)[:, :top_k].astype(np.int32)
+
+
+def stacks(key, experts: int, k: int, n: int, count: int, quantized: bool) -> list:
+    """``count`` stacks of experts' weights, quantized or in bfloat16."""
+
+    @jax.jit
+    def make(key):
+        def of_expert(key):
+            w = (jax.random.normal(key, (k, n), jnp.float32) * k**-0.5).astype(jnp.bfloat16)
+            return jw.quantize(w, group_size=GROUP_SIZE) if quantized else w
+
+        return jax.lax.map(of_expert, jax.random.split(key, experts))
+
+    return [make(key) for key in jax.random.split(key, count)]
+
+
+def timed(functions: dict[str, tuple], rounds: int, calls: int) -> dict[str, Calls | None]:
+    """The functions, in turns; None for one that needs more memory than there is."""
+    running: dict[str, Calls | None] = {}
+    for name, (function, operands) in functions.items():
+        try:
+            running[name] = Calls(function, operands)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            running[name] = None
+    for _ in range(rounds):
+        for timer in running.values():
+            if timer is not None:
+                timer.measure(calls)
+    return running
+
+
+def stream_gbps(rounds: int, calls: int) -> float:
+    """GB/s of one large product with one token."""
+    k, n = 8192, 28672
+    weights = [qt[0] for qt in stacks(jax.random.key(0), 1, k, n, 3, True)]
+    x = jax.random.normal(jax.random.key(1), (1, k), jnp.bfloat16)
+    timer = timed({"one": (jw.matmul, [(x, qt) for qt in weights])}, rounds, calls)["one"]
+    assert timer is not None
+    return (weights[0].nbytes + 2 * (k + n)) / timer.us * 1e-3
+
+
+def measure(suite: str, routing: str, tokens: int, weights: dict, rounds: int, calls: int, stream: float) -> dict:
+    experts, top_k, k, n = (SUITES[suite][name] for name in ("experts", "top_k", "k", "n"))
+    rng = np.random.default_rng(tokens)
+    ids = route(rng, routing, tokens, experts, top_k)
+    order = np.argsort(ids.reshape(-1), kind="stable")
+    counts = np.bincount(ids.reshape(-1), minlength=experts).astype(np.int32)
+    touched = int((counts > 0).sum())
+    x = jax.random.normal(jax.random.key(tokens), (tokens, k), jnp.bfloat16)
+    rows = x[order // top_k]
+    sizes, ids = jnp.asarray(counts), jnp.asarray(ids)
+    ends = np.cumsum(counts)
+
+    def loop(rows, qt):
+        parts = [(e, rows[end - size : end]) for e, (size, end) in enumerate(zip(counts, ends, strict=True)) if size]
+        return jnp.concatenate([jw.matmul(part, qt[e]) for e, part in parts])
+
+    qts, denses = weights["quantized"], weights["dense"]
+    nbytes = qts[0].nbytes * touched // experts
+    qts = qts[: copies_of(nbytes)]
+    denses = denses[: copies_of(2 * k * n * touched)]
+    running = timed(
+        {
+            "us": (jw.ragged_dot, [(rows, qt, sizes) for qt in qts]),
+            "gather_us": (jw.gather_matmul, [(x[:, None], qt, ids) for qt in qts]),
+            "dense_us": (jax.lax.ragged_dot, [(rows, w, sizes) for w in denses]),
+            "loop_us": (loop, [(rows, qt) for qt in qts]),
+            "flops_us": (jnp.matmul, [(rows, w[e]) for w in denses for e in range(min(experts, copies_of(2 * k * n)))]),
+        },
+        rounds,
+        calls,
+    )
+    us = {name: None if timer is None else round(timer.us, 2) for name, timer in running.items()}
+    ours = us["us"]
+    gbps = (nbytes + 2 * tokens * top_k * (k + n)) / ours * 1e-3
+
+    def ratio(name: str):
+        return None if us[name] is None else round(us[name] / ours, 3)
+
+    return {
+        "op": "ragged_dot",
+        "suite": suite,
+        **SUITES[suite],
+        "routing": routing,
+        "tokens": tokens,
+        "touched": touched,
+        "dtype": "bfloat16",
+        "bits": 4,
+        "group_size": GROUP_SIZE,
+        **us,
+        "ratio": ratio("dense_us"),
+        "loop_ratio": ratio("loop_us"),
+        "flops_ratio": ratio("flops_us"),
+        "gbps": round(gbps, 1),
+        "share": round(gbps / stream, 3),
+        "kernel": running["us"].kernel,
+        "gather_kernel": running["gather_us"].kernel,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to measure (default: all)"
+    )
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=10, help="calls in a turn (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
+    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    args = parser.parse_args()
+    require_gpu("experts.py")
+
+    results: dict[tuple, dict] = {}
+    if args.append and args.output.is_file():
+        results = {tuple(row[i] for i in IDENTITY): row for row in json.loads(args.output.read_text())["rows"]}
+    stream = stream_gbps(args.rounds, args.calls)
+    cases = [(suite, routing, t) for suite in args.suite for t in args.tokens for routing in ("balanced", "skewed")]
+    weights: dict = {}
+    for suite, routing, tokens in progress(cases, label="products"):
+        if weights.get("suite") != suite:
+            experts, top_k, k, n = (SUITES[suite][name] for name in ("experts", "top_k", "k", "n"))
+            weights.clear()
+            # Enough for the calls that touch the fewest experts.
+            least = min(experts, top_k * min(args.tokens))
+            dense_bytes = 2 * k * n * least
+            weights |= {
+                "suite": suite,
+                "quantized": stacks(jax.random.key(2), experts, k, n, copies_of(dense_bytes // 4), True),
+                "dense": stacks(jax.random.key(3), experts, k, n, copies_of(dense_bytes), False),
+            }
+        row = measure(suite, routing, tokens, weights, args.rounds, args.calls, stream)
+        results[tuple(row[i] for i in IDENTITY)] = row
+        save(args.output, list(results.values()), args.commit, stream_gbps=round(stream, 1))
+    for row in results.values():
+        print(
+            f"{row['suite']:9} {row['routing']:8} {row['tokens']:5} tokens, {row['touched']:3} experts: "
+            f"{row['us']:9.2f} us (gather {row['gather_us']:9.2f}) {row['gbps']:6.0f} GB/s {row['share']:5.2f} of one "
+            f"stream; x dense {row['ratio']}, x loop {row['loop_ratio']}, x flops {row['flops_ratio']}  {row['kernel']}"
+        )
+    print(f"written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()
