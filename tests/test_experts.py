@@ -4,10 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_cases import (
+    assert_rows,
+    check_expert_gradients,
+    check_gather_matmul,
+    check_non_finite_rows,
+    check_ragged_dot,
+    check_rows_on_device,
+    sizes_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
-from matmul_cases import rounds_weights
 from reference import DTYPES, MODES, activate, random_weight, random_x
 
 import jax_wonly as jw
@@ -15,45 +23,6 @@ from jax_wonly import _ffi
 
 IMPLEMENTATIONS = ("cpu", "xla", "dequantize")
 CALL = 'custom_call_target="wonly_ragged_matmul_v1"'
-
-
-def exact(x, weight, ids, bias=None, activation=None):
-    """The definition, row by row, in float64, and the magnitudes that are added up; ids broadcast with x's rows."""
-    shape = np.broadcast_shapes(x.shape[:-1], ids.shape)
-    x64 = np.broadcast_to(np.asarray(x).astype(np.float64), (*shape, x.shape[-1]))
-    ids = np.broadcast_to(ids, shape)
-    y = np.zeros((*shape, weight.dense.shape[-1]))
-    magnitude = np.zeros_like(y)
-    for i in np.ndindex(*shape):
-        if 0 <= ids[i] < len(weight.dense):
-            y[i] = x64[i] @ weight.dense[ids[i]]
-            magnitude[i] = np.abs(x64[i]) @ weight.magnitude[ids[i]]
-            if bias is not None:
-                b = np.asarray(bias).astype(np.float64)
-                y[i] += b if b.ndim == 1 else b[ids[i]]
-    return activate(y, activation), magnitude
-
-
-def assert_rows(y, x, weight, ids, *, implementation=None, **epilogue):
-    expected, magnitude = exact(x, weight, np.asarray(ids), **epilogue)
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
-    bound = 2.0**-20 * magnitude + 1.01 * unit[str(y.dtype)] * np.abs(expected) + 4e-6 * (1 + np.abs(expected))
-    if rounds_weights(implementation) and str(x.dtype) != "float32":
-        bound = bound + 0.5 * unit[str(x.dtype)] * magnitude
-    error = np.abs(np.asarray(y).astype(np.float64) - expected)
-    assert y.shape == expected.shape and (error <= bound).all(), np.max(error / bound)
-    none = (np.asarray(ids) < 0) | (np.asarray(ids) >= len(weight.dense))
-    none = np.broadcast_to(none, expected.shape[:-1])
-    assert (np.asarray(y)[none] == 0).all()
-
-
-def sizes_of(rng, experts, rows):
-    """Sizes with empty experts that leave some rows over, and the expert of each row."""
-    cuts = np.sort(rng.integers(0, rows + 1, experts))
-    sizes = np.diff(cuts, prepend=0)[rng.permutation(experts)].astype(np.int32)
-    ids = np.full(rows, experts, np.int32)
-    ids[: sizes.sum()] = np.repeat(np.arange(experts), sizes)
-    return sizes, ids
 
 
 @settings(max_examples=14)
@@ -72,13 +41,20 @@ def sizes_of(rng, experts, rows):
 )
 def test_ragged_dot(experts, rows, n, size, bits, mode, dtype, activation, bias, implementation, seed):
     rng = np.random.default_rng(seed)
-    k, group_size = size
-    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, lead=(experts,))
-    sizes, ids = sizes_of(rng, experts, rows)
-    x = random_x(rng, (rows, k), dtype)
-    b = None if bias is None else random_x(rng, (n,) if bias == "shared" else (experts, n))
-    y = jw.ragged_dot(x, weight.qt, jnp.asarray(sizes), bias=b, activation=activation, implementation=implementation)
-    assert_rows(y, x, weight, ids, bias=b, activation=activation, implementation=implementation)
+    check_ragged_dot(
+        rng,
+        experts=experts,
+        rows=rows,
+        n=n,
+        k=size[0],
+        group_size=size[1],
+        bits=bits,
+        mode=mode,
+        dtype=dtype,
+        activation=activation,
+        bias=bias,
+        implementation=implementation,
+    )
 
 
 @settings(max_examples=14)
@@ -95,15 +71,12 @@ def test_ragged_dot(experts, rows, n, size, bits, mode, dtype, activation, bias,
     seed=st.integers(0, 2**32 - 1),
 )
 def test_gather_matmul(experts, shapes, scale, bits, mode, dtype, implementation, seed):
-    """Ids in any order, in and out of range, that broadcast with the rows either way."""
     rng = np.random.default_rng(seed)
     x_lead, ids_lead = ((s[0] * scale, *s[1:]) if s else s for s in shapes)
-    weight = random_weight(rng, 128, 70, bits=bits, group_size=64, mode=mode, lead=(experts,))
-    x = random_x(rng, (*x_lead, 128), dtype)
-    ids = rng.integers(-1, experts + 1, ids_lead).astype(np.int32)
-    bias = random_x(rng, (experts, 70))
-    y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), bias=bias, implementation=implementation)
-    assert_rows(y, x, weight, ids, bias=bias, implementation=implementation)
+    check_gather_matmul(
+        rng, experts=experts, x_lead=x_lead, ids_lead=ids_lead, bits=bits, mode=mode, dtype=dtype,
+        implementation=implementation,
+    )  # fmt: skip
 
 
 def test_as_jax_does(rng):
@@ -121,23 +94,8 @@ def test_as_jax_does(rng):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_sizes_and_ids_known_on_the_device_only(rng, implementation):
-    """Sizes beyond the rows are cut off, negative ones are none, and huge ids are no expert."""
-    weight = random_weight(rng, 64, 70, group_size=32, lead=(4,))
-    x = random_x(rng, (6, 64))
-    for sizes, ids in [
-        ([2, 9, 1, 1], [0, 0, 1, 1, 1, 1]),
-        ([2, -3, 1, 1], [0, 0, 2, 3, 9, 9]),
-        ([2**31 - 1, 2**31 - 1, 1, 2**31 - 1], [0] * 6),
-        ([0, 0, 0, 0], [9] * 6),
-    ]:
-        y = jw.ragged_dot(x, weight.qt, jnp.asarray(sizes, jnp.int32), implementation=implementation)
-        assert_rows(y, x, weight, np.asarray(ids), implementation=implementation)
-    ids = jnp.asarray([-(2**31), 2**31 - 1, 3, 4, 0, 1], jnp.int32)
-    y = jw.gather_matmul(x, weight.qt, ids, implementation=implementation)
-    assert_rows(y, x, weight, ids, implementation=implementation)
-    y = jw.gather_matmul(x, weight.qt, jnp.asarray([0, 2**32 - 1, 1, 2, 3, 4], jnp.uint32))
-    assert_rows(y, x, weight, np.asarray([0, -1, 1, 2, 3, 4]))
+def test_rows_known_on_the_device_only(rng, implementation):
+    check_rows_on_device(rng, implementation)
 
 
 def test_group_offset(rng):
@@ -157,15 +115,7 @@ def test_group_offset(rng):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_non_finite_rows_stay_alone(rng, implementation):
-    weight = random_weight(rng, 64, 70, group_size=32, lead=(4,))
-    x = np.asarray(random_x(rng, (9, 64))).copy()
-    ids = jnp.asarray(rng.integers(0, 4, 9), jnp.int32)
-    clean = np.asarray(jw.gather_matmul(x, weight.qt, ids, implementation=implementation))
-    x[3, 5], x[7, 1] = np.nan, np.inf
-    y = np.asarray(jw.gather_matmul(x, weight.qt, ids, implementation=implementation))
-    others = [i for i in range(9) if i not in (3, 7)]
-    np.testing.assert_array_equal(y[others], clean[others])
-    assert np.isnan(y[3]).all() and not np.isfinite(y[7]).any()
+    check_non_finite_rows(rng, implementation)
 
 
 def test_mixture_of_experts_layer(rng):
@@ -283,46 +233,7 @@ def test_vmap_copies_no_weights(rng):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients(rng, mode, implementation):
-    """Every cotangent against the float64 formula."""
-    experts, m = 4, 11
-    weight = random_weight(rng, 64, 35, group_size=32, mode=mode, lead=(experts,))
-    qt = weight.qt
-    x, bias = random_x(rng, (m, 64)), random_x(rng, (experts, 35))
-    ids = rng.integers(-1, experts + 1, (m, 2)).astype(np.int32)
-    floats = {
-        name: a
-        for name in ("scales", "zeros", "offsets")
-        if (a := getattr(qt, name)) is not None and jnp.issubdtype(a.dtype, jnp.floating)
-    }
-    arrays = {"qvalue": qt.qvalue, "scales": qt.scales, "zeros": qt.zeros, "offsets": qt.offsets}
-
-    def f(x, floats, bias):
-        qt = jw.QuantizedTensor(**(arrays | floats), bits=4, k=64, n=35)
-        return jw.gather_matmul(x[:, None], qt, jnp.asarray(ids), bias=bias, implementation=implementation)
-
-    y, vjp = jax.vjp(f, x, floats, bias)
-    dy = random_x(rng, y.shape)
-    dx, dfloats, dbias = vjp(dy)
-    dx64, dw, db = np.zeros((m, 64)), np.zeros((experts, 64, 35)), np.zeros((experts, 35))
-    for r in range(m):
-        for j in range(2):
-            if 0 <= (e := ids[r, j]) < experts:
-                g = np.asarray(dy[r, j], np.float64)
-                dx64[r] += weight.dense[e] @ g
-                dw[e] += np.outer(np.asarray(x[r], np.float64), g)
-                db[e] += g
-    np.testing.assert_allclose(dx, dx64, rtol=1e-4, atol=1e-3)
-    np.testing.assert_allclose(dbias, db, rtol=1e-4, atol=1e-3)
-    per_group = dw.reshape(experts, 2, 32, 35)
-    codes = np.asarray(jw.unpack(qt.qvalue, 4, 64, 35)).astype(np.float64).reshape(per_group.shape)
-    zero = 0 if qt.offsets is not None else 8
-    zero = zero if qt.zeros is None else np.asarray(qt.zeros, np.float64)[..., None, :]
-    close = {"rtol": 1e-4, "atol": 1e-4 * np.abs(per_group).sum(-2).max() * 16}
-    np.testing.assert_allclose(dfloats["scales"], (per_group * (codes - zero)).sum(-2), **close)
-    if "zeros" in floats:
-        np.testing.assert_allclose(dfloats["zeros"], -per_group.sum(-2) * np.asarray(qt.scales, np.float64), **close)
-    if "offsets" in floats:
-        np.testing.assert_allclose(dfloats["offsets"], per_group.sum(-2), **close)
+    check_expert_gradients(rng, mode, implementation)
 
 
 def test_derivatives_compose(rng):
