@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_wonly._contraction import Einsum, Kernel, contract, dense_general
+from jax_wonly._einsum import dot_general
 from jax_wonly._matmul import matmul
 from jax_wonly._model import Report, SkippedLayer, check_options, check_quantizable, choose, nbytes, report_layer
 from jax_wonly._quantize import quantize as quantize_array
@@ -417,32 +418,11 @@ class DotGeneral:
     def __call__(
         self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
     ) -> jax.Array:
-        """The product, as ``jax.lax.dot_general`` orders its axes.
-
-        Raises:
-          ValueError: ``rhs`` is quantized, and contracted over another axis than its inputs, the last but one, or has
-            batch axes that are not all of its leading ones.
+        """The product, as ``jax.lax.dot_general`` orders its axes; with a quantized ``rhs``, as
+        ``jax_wonly.dot_general`` does.
         """
-        if not isinstance(rhs, QuantizedTensor):
-            return jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
-        (lhs_axes, rhs_axes), (lhs_batch, rhs_batch) = dimension_numbers
-        last = rhs.ndim - 2
-        if tuple(rhs_axes) != (last,) or tuple(rhs_batch) != tuple(range(last)):
-            raise ValueError(
-                f"jax_wonly: dimension_numbers={dimension_numbers} is not supported for a quantized kernel of shape "
-                f"{rhs.shape}; accepted: contraction over its axis {last}, batch axes {tuple(range(last))}."
-            )
-        labels, kernel, result = dense_general(tuple(lhs_batch), tuple(lhs_axes), 1, jnp.ndim(lhs))
-        return contract(
-            lhs,
-            rhs,
-            labels,
-            kernel,
-            result,
-            kernel.sizes(rhs.shape),
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-        )
+        product: Any = dot_general if isinstance(rhs, QuantizedTensor) else jax.lax.dot_general
+        return product(lhs, rhs, dimension_numbers, precision, preferred_element_type)
 
 
 class QuantizedDense(nn.Module):
