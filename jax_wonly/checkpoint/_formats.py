@@ -350,8 +350,9 @@ def read_mlx(r: Reader) -> Iterator[Entry]:
         _check_one_of(config, "mode", ("affine",), "affine")
         names = r.claim(base, (".weight", ".scales", ".biases"))
         bits, group_size = integer(config, "bits"), integer(config, "group_size")
-        *lead, n, words = r.shape(names[".weight"], len(r.files[names[".weight"]].shape))
-        groups = r.files[names[".scales"]].shape[-1]
+        rank = max(len(r.files[names[".weight"]].shape), 2)
+        *lead, n, words = r.shape(names[".weight"], rank)
+        groups = r.shape(names[".scales"], rank)[-1]
         k = groups * group_size
         if bits not in mlx.BITS or group_size < 1 or words_for(k, bits) != words:
             raise FormatError(
@@ -394,7 +395,7 @@ def read_torchao(r: Reader) -> Iterator[Entry]:
         names = r.claim(prefix, ("qdata", "scale", "zero_point"))
         shape = r.files[name].shape
         scale = r.files[names["scale"]].shape
-        if len(shape) not in (2, 3) or len(scale) != len(shape) or 0 in scale or 2 * shape[-1] % scale[-2]:
+        if len(shape) not in (2, 3) or len(scale) != len(shape) or 0 in shape + scale or 2 * shape[-1] % scale[-2]:
             raise FormatError(f"jax_wonly: {tensor} has scale {scale} for qdata {shape}.")
         k, n = 2 * shape[-1], shape[-2]
 

@@ -119,6 +119,8 @@ def quantized(
     """
     check_array("scales", scales)
     *_, k, n = codes.shape
+    if k < 1 or n < 1 or group_size < 1:
+        raise ValueError(f"jax_wonly: K={k}, N={n} in groups of {group_size}; accepted: at least 1 each.")
     groups = -(-k // group_size)
     for name, value in (("scales", scales), ("zeros", zeros), ("offsets", offsets)):
         if value is not None:
@@ -175,6 +177,8 @@ def act_order(g_idx, k: int, groups: int, group_size: int | None) -> tuple[np.nd
     """
     if isinstance(g_idx, Tracer):
         raise TypeError("jax_wonly: g_idx is traced, and the result depends on its values; accepted: an array.")
+    if k < 1 or groups < 1:
+        raise ValueError(f"jax_wonly: K={k} in {groups} groups; accepted: at least 1 each.")
     expected = group_size or -(-k // groups)
     if g_idx is None:
         return None, expected

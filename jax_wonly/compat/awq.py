@@ -1,8 +1,8 @@
 """AutoAWQ's "gemm" arrays: int4 codes packed along the outputs in an order that suits its kernel.
 
-``qweight`` int32 ``[K, N / 8]``: nibble ``i`` of word ``c``, lowest first, is the code of output ``8c + ORDER[i]``, so
-that two shifts by 4 and a mask give the pairs that a half2 register wants. ``qzeros`` int32 ``[K / G, N / 8]`` are
-packed likewise, ``scales [K / G, N]`` are plain, and ``w = (q - z) * s``.
+``qweight`` int32 ``[K, N / 8]``: nibble ``i`` of word ``c``, lowest first, is the code of output
+``8c + (0, 2, 4, 6, 1, 3, 5, 7)[i]``, so that shifts by 4 and one mask give the pairs that a half2 register wants.
+``qzeros`` int32 ``[K / G, N / 8]`` are packed likewise, ``scales [K / G, N]`` are plain, and ``w = (q - z) * s``.
 """
 
 import numpy as np
@@ -18,16 +18,15 @@ from jax_wonly.compat._codes import (
     without_midpoint_zeros,
 )
 
-ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])
-
 
 def _unpack(words, n: int):
-    fields = unpack_bits(words, 4, n).reshape(*words.shape[:-1], n // 8, 8)
-    return fields[..., np.argsort(ORDER)].reshape(*words.shape[:-1], n)
+    # Nibble 4 odd + pair holds output 2 pair + odd.
+    fields = unpack_bits(words, 4, n).reshape(*words.shape[:-1], n // 8, 2, 4)
+    return fields.swapaxes(-1, -2).reshape(*words.shape[:-1], n)
 
 
 def _pack(codes):
-    fields = codes.reshape(*codes.shape[:-1], -1, 8)[..., ORDER]
+    fields = codes.reshape(*codes.shape[:-1], -1, 4, 2).swapaxes(-1, -2)
     return pack_bits(fields.reshape(codes.shape), 4).view(np.int32)
 
 

@@ -64,14 +64,12 @@ def decode(
         )
     k = qweight.shape[-2] * 32 // bits
     check_shape("qzeros", qzeros, (groups, words_for(n, bits)), f"{groups} groups of scales, N={n}, {bits} bits")
-    if not groups or not k:
-        raise ValueError(f"jax_wonly: scales has shape {tuple(scales.shape)} for K={k}; accepted: at least one group.")
+    permutation, group_size = act_order(g_idx, k, groups, group_size)
     codes = unpack_bits(qweight, bits, k, axis=-2)
     zeros = unpack_bits(qzeros, bits, n)
     if version == 1:
         zeros = (zeros + np.uint8(1)) & np.uint8(2**bits - 1)
     zeros = without_midpoint_zeros(zeros, bits)
-    permutation, group_size = act_order(g_idx, k, groups, group_size)
     if permutation is None:
         return quantized(codes, scales, zeros, bits=bits, group_size=group_size)
     weight = quantized(jnp.take(codes, permutation, axis=-2), scales, zeros, bits=bits, group_size=group_size)

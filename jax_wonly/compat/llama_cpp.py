@@ -157,10 +157,18 @@ def decode(blocks, kind: str) -> QuantizedTensor:
 def dequantize(blocks, kind: str) -> jax.Array:
     """The dense weight of rows of blocks, float32 ``[..., K, N]``; arguments as :func:`decode`, and also ``"Q6_K"``."""
     codes, scales, offsets, of = _fields(blocks, kind)
-    scales = jnp.repeat(scales.astype(jnp.float32), of.group, axis=-2)
+    return _dense(codes, scales, offsets, of.bits)
+
+
+@partial(jax.jit, static_argnames="bits")
+def _dense(codes, scales, offsets, bits: int):
+    grouped = codes.reshape(*scales.shape[:-1], -1, scales.shape[-1]).astype(jnp.float32)
+    scales = scales.astype(jnp.float32)[..., None, :]
     if offsets is None:
-        return (codes.astype(jnp.float32) - bias_of(of.bits)) * scales
-    return codes.astype(jnp.float32) * scales + jnp.repeat(offsets.astype(jnp.float32), of.group, axis=-2)
+        values = (grouped - bias_of(bits)) * scales
+    else:
+        values = grouped * scales + offsets.astype(jnp.float32)[..., None, :]
+    return values.reshape(codes.shape)
 
 
 def encode(qt: QuantizedTensor, kind: str) -> jax.Array:
