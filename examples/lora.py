@@ -100,7 +100,7 @@ def model_bytes(model: nnx.Module) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=50, help="of training (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="passages in a step (default: %(default)s)")
     parser.add_argument(
         "--learning-rate", type=float, default=1e-3, help="at first; falls to zero (default: %(default)s)"

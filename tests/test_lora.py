@@ -223,10 +223,18 @@ def test_bad_arguments():
         with pytest.raises(TypeError, match="accepted: an nnx.LoRA over a QuantizedLinear"):
             QuantizedLinear.from_lora(wrong)
     model.layers[1].base_module.activation = "relu"
-    with pytest.raises(ValueError, match="layers/1 has activation='relu'"):
+    with pytest.raises(ValueError, match="layers/1 .* activation='relu'"):
         merge_lora(model)
     with pytest.raises(ValueError, match="activation='relu'"):
         QuantizedLinear.from_lora(model.layers[1])
+
+    class Reversed(QuantizedLinear):
+        def __call__(self, inputs, out_sharding=None):
+            return super().__call__(inputs[..., ::-1], out_sharding)
+
+    base = Reversed.from_dense(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), group_size=32)
+    with pytest.raises(ValueError, match="Reversed overrides"):
+        QuantizedLinear.from_lora(nnx.LoRA(64, 2, 64, base_module=base, rngs=nnx.Rngs(0)))
     assert all(isinstance(layer, nnx.LoRA) for layer in model.layers)
 
 

@@ -16,11 +16,14 @@ import jax_wonly as jw  # noqa: E402
 from jax_wonly.nnx import (  # noqa: E402
     QuantizedEinsum,
     QuantizedEmbed,
+    QuantizedExperts,
     QuantizedLinear,
     QuantizedLinearGeneral,
     QuantizedParam,
     quantize,
 )
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def dense_product(x, layer: QuantizedLinear) -> np.ndarray:
@@ -541,6 +544,36 @@ def test_embedding_gathers_instead_of_dequantizing():
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_experts(bits, rng):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs):
+        return nnx.Linear(64, 40, bias_init=nnx.initializers.normal(), rngs=rngs)
+
+    dense = make(nnx.Rngs(0))
+    layer = QuantizedExperts.from_dense(dense, bits=bits, group_size=32, mode="integer_zeros")
+    weights = np.asarray(jw.dequantize(layer.kernel), np.float64)
+    biases = np.asarray(dense.bias[...], np.float64)
+    x = rng.normal(0.3, 1, (11, 64)).astype(np.float32)
+    sizes = np.array([4, 0, 5])
+    expected = np.zeros((11, 40))
+    for row, expert in enumerate(np.repeat(np.arange(3), sizes)):
+        expected[row] = x[row].astype(np.float64) @ weights[expert] + biases[expert]
+    np.testing.assert_allclose(nnx.jit(lambda m, *a: m(*a))(layer, x, jnp.asarray(sizes)), expected, **CLOSE)
+
+    ids = rng.integers(0, 3, (11, 2))
+    expected = np.einsum("mk,mjkn->mjn", x.astype(np.float64), weights[ids]) + biases[ids]
+    np.testing.assert_allclose(layer.gather(jnp.asarray(x)[:, None], jnp.asarray(ids)), expected, **CLOSE)
+
+    made = QuantizedExperts(3, 64, 40, bits=bits, group_size=32, activation="relu", rngs=nnx.Rngs(1))
+    assert made.kernel.shape == (3, 64, 40) and made.bias.shape == (3, 40)
+    assert (made(jnp.asarray(x), jnp.asarray(sizes)) >= 0).all()
+    assert not np.array_equal(made.kernel[0].dequantize(), made.kernel[1].dequantize())
+    with pytest.raises(ValueError, match=r"\(64, 64\), not \[experts"):
+        QuantizedExperts.from_dense(linear(64, 64))
+
+
 # What JAX and Flax do with whole models.
 
 
@@ -578,11 +611,10 @@ def test_transformations_of_a_whole_model():
     model = Everything(nnx.Rngs(0))
     quantize(model, bits=8, group_size=32, embeddings=True)
     ids = jnp.array([[1, 2, 39], [0, 1, 5]])
-    close = {"rtol": 1e-4, "atol": 1e-4}
     expected = nnx.jit(lambda m, ids: m(ids))(model, ids)
-    np.testing.assert_allclose(nnx.vmap(lambda m, ids: m(ids), in_axes=(None, 0))(model, ids), expected, **close)
+    np.testing.assert_allclose(nnx.vmap(lambda m, ids: m(ids), in_axes=(None, 0))(model, ids), expected, **CLOSE)
     graph, state = nnx.split(model)
-    np.testing.assert_allclose(jax.jit(lambda s, ids: nnx.merge(graph, s)(ids))(state, ids), expected, **close)
+    np.testing.assert_allclose(jax.jit(lambda s, ids: nnx.merge(graph, s)(ids))(state, ids), expected, **CLOSE)
 
     def loss(m, ids, remat):
         call = nnx.remat(lambda m, ids: m(ids)) if remat else lambda m, ids: m(ids)
@@ -607,9 +639,9 @@ def test_transformations_of_a_whole_model():
     x = random((3, 5, 64))
     one = [nnx.merge(nnx.graphdef(stack), jax.tree.map(lambda a, i=i: a[i], nnx.state(stack))) for i in range(3)]
     side = nnx.vmap(lambda m, x: m(x), in_axes=(0, 0))(stack, x)
-    np.testing.assert_allclose(side, jnp.stack([m(a) for m, a in zip(one, x, strict=True)]), **close)
+    np.testing.assert_allclose(side, jnp.stack([m(a) for m, a in zip(one, x, strict=True)]), **CLOSE)
     chain = nnx.scan(nnx.remat(lambda m, x: m(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(stack, x)
-    np.testing.assert_allclose(chain, one[2](one[1](one[0](x))), **close)
+    np.testing.assert_allclose(chain, one[2](one[1](one[0](x))), **CLOSE)
 
 
 def test_peak_memory_is_the_dense_model_and_one_layer(monkeypatch):

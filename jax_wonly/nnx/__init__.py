@@ -15,6 +15,7 @@ from jax_wonly._model import LayerReport, Report, SkippedLayer
 from jax_wonly.nnx._layers import (
     QuantizedEinsum,
     QuantizedEmbed,
+    QuantizedExperts,
     QuantizedLayer,
     QuantizedLinear,
     QuantizedLinearGeneral,
@@ -27,6 +28,7 @@ __all__ = [
     "LayerReport",
     "QuantizedEinsum",
     "QuantizedEmbed",
+    "QuantizedExperts",
     "QuantizedLayer",
     "QuantizedLinear",
     "QuantizedLinearGeneral",

@@ -11,6 +11,7 @@ from flax.nnx.nn.dtypes import promote_dtype as default_promote_dtype
 from flax.nnx.nn.linear import default_bias_init, default_embed_init, default_kernel_init
 
 from jax_wonly._contraction import Einsum, Kernel, contract, dense_general
+from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._matmul import matmul
 from jax_wonly._model import options_of
 from jax_wonly._quantize import dequantize
@@ -246,19 +247,16 @@ class QuantizedLinear(QuantizedLayer):
 
         Raises:
           TypeError: ``lora`` is something else.
-          ValueError: the base has an activation, which follows the product before the adapter is added.
+          ValueError: the base has an activation, which would follow the adapter, or overrides ``__call__``.
         """
-        base = getattr(lora, "base_module", None)
-        if not isinstance(lora, nnx.LoRA) or not isinstance(base, QuantizedLinear):
-            over = f" over a {type(base).__name__}" if isinstance(lora, nnx.LoRA) else ""
+        if not isinstance(lora, nnx.LoRA) or not isinstance(lora.base_module, QuantizedLinear):
+            over = f" over a {type(lora.base_module).__name__}" if isinstance(lora, nnx.LoRA) else ""
             raise TypeError(
                 f"jax_wonly: lora is a {type(lora).__name__}{over}; accepted: an nnx.LoRA over a QuantizedLinear."
             )
-        if base.activation is not None:
-            raise ValueError(
-                f"jax_wonly: the base has activation={base.activation!r}, before which an adapter cannot be merged; "
-                "accepted: None."
-            )
+        base = lora.base_module
+        if refusal := refuses_merging(base):
+            raise ValueError(f"jax_wonly: the adapter cannot be merged into its base: {refusal}.")
         chosen = options_of(base.kernel) | options
         return cls(
             base.in_features,
@@ -304,6 +302,15 @@ class QuantizedLinear(QuantizedLayer):
         inputs, bias = _promote(self, inputs)
         outputs = matmul(inputs, self.kernel, bias=bias, activation=self.activation, **_product_options(self))
         return outputs if out_sharding is None else jax.sharding.reshard(outputs, out_sharding)
+
+
+def refuses_merging(base: QuantizedLinear) -> str | None:
+    """Why an adapter cannot be merged into its base; None if it can."""
+    if base.activation is not None:
+        return f"it has activation={base.activation!r}, which would follow the adapter"
+    if type(base).__call__ is not QuantizedLinear.__call__:
+        return f"{type(base).__name__} overrides the __call__ of QuantizedLinear"
+    return None
 
 
 def merged_kernel(lora: Any) -> jax.Array:
@@ -591,6 +598,117 @@ class QuantizedEinsum(QuantizedLayer):
 
 def _parts(kernel: Kernel) -> list[list[int]]:
     return [[kernel.axes.index(a) for a in part] for part in (kernel.batch, kernel.inputs, kernel.outputs)]
+
+
+class QuantizedExperts(QuantizedLayer):
+    """The linear layers of a mixture of experts, one weight ``[num_experts, in_features, out_features]``.
+
+    Rows meet the weight of their own expert in one call, whether they are sorted by expert (``__call__``) or not
+    (``gather``). ``from_dense`` takes an ``nnx.Linear`` whose kernel has an axis of experts, as ``nnx.vmap`` over its
+    constructor makes it.
+
+    Args:
+      num_experts: how many experts there are.
+      in_features, out_features, bits, group_size, quantize_options, activation, use_bias, dtype, param_dtype,
+        precision, kernel_init, bias_init, promote_dtype, preferred_element_type, implementation, rngs: as in
+        ``QuantizedLinear``; kernel and bias are drawn for each expert.
+    """
+
+    dense_type = nnx.Linear
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bits: int = 4,
+        group_size: int | None = 128,
+        quantize_options: Mapping[str, Any] | None = None,
+        activation: str | None = None,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Any = default_kernel_init,
+        bias_init: Any = default_bias_init,
+        promote_dtype: Any = default_promote_dtype,
+        preferred_element_type: Any = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        given = kernel_init
+        if not isinstance(given, _Given):
+
+            def draw(initializer: Any, *shape: int) -> jax.Array:
+                keys = jax.random.split(rngs.params(), num_experts)
+                return jax.vmap(lambda key: initializer(key, shape, param_dtype))(keys)
+
+            kernel = draw(kernel_init, in_features, out_features)
+            given = _Given(kernel, nnx.Param(draw(bias_init, out_features)) if use_bias else None)
+        self._store(given.kernel, bits, group_size, quantize_options)
+        self.bias = nnx.data(given.bias)
+        self.num_experts = num_experts
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = use_bias
+        self.activation = activation
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.promote_dtype = promote_dtype
+        self.preferred_element_type = preferred_element_type
+        self.implementation = implementation
+
+    @classmethod
+    def refuses(cls, dense: nnx.Linear) -> str | None:
+        if dense.kernel[...].ndim != 3:
+            return f"its kernel has shape {tuple(dense.kernel.shape)}, not [experts, inputs, outputs]"
+        return QuantizedLinear.refuses(dense)
+
+    @classmethod
+    def _of(cls, dense: nnx.Linear, **options: Any) -> Self:
+        kernel = dense.kernel[...]
+        return cls(
+            *kernel.shape,
+            use_bias=dense.use_bias,
+            dtype=dense.dtype,
+            param_dtype=kernel.dtype,
+            precision=dense.precision,
+            kernel_init=_Given(kernel, dense.bias),
+            promote_dtype=dense.promote_dtype,
+            preferred_element_type=dense.preferred_element_type,
+            rngs=nnx.Rngs(0),
+            **options,
+        )
+
+    def __call__(self, inputs: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        """Applies the experts to rows that are sorted by expert.
+
+        Args:
+          inputs: ``[rows, in_features]``.
+          group_sizes: integers ``[num_experts]``, the rows of each expert, as in ``jax_wonly.ragged_dot``.
+
+        Returns:
+          ``[rows, out_features]``; rows beyond the sum of the sizes are zero.
+        """
+        inputs, bias = _promote(self, inputs)
+        options = _product_options(self)
+        return ragged_dot(inputs, self.kernel, group_sizes, bias=bias, activation=self.activation, **options)
+
+    def gather(self, inputs: jax.Array, expert_ids: jax.Array) -> jax.Array:
+        """Applies to each row the expert that its id says, as ``jax_wonly.gather_matmul``.
+
+        Args:
+          inputs: ``[..., in_features]``.
+          expert_ids: integers that broadcast with ``inputs.shape[:-1]``.
+
+        Returns:
+          ``[..., out_features]``; rows whose id is none of an expert are zero.
+        """
+        inputs, bias = _promote(self, inputs)
+        options = _product_options(self)
+        return gather_matmul(inputs, self.kernel, expert_ids, bias=bias, activation=self.activation, **options)
 
 
 class QuantizedEmbed(QuantizedLayer):

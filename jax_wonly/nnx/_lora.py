@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn.lora import default_a_initializer, default_b_initializer
 
 from jax_wonly._model import LayerReport, Report, check_options, check_quantizable, nbytes, options_of, report_layer
-from jax_wonly.nnx._layers import QuantizedLinear, merged_kernel
+from jax_wonly.nnx._layers import QuantizedLinear, merged_kernel, refuses_merging
 from jax_wonly.nnx._replace import model_bytes, modules, replace
 
 
@@ -120,7 +120,7 @@ def merge_lora(model: nnx.Module, *, measure_error: bool = True, **options: Any)
     Raises:
       TypeError: an option is unknown.
       ValueError: ``model`` is itself an adapter (use ``QuantizedLinear.from_lora``) or has none, a base has an
-        activation, or an option does not fit a layer.
+        activation or overrides ``__call__``, or an option does not fit a layer.
     """
     check_options(options, "merge_lora")
     if isinstance(model, nnx.LoRA):
@@ -132,11 +132,8 @@ def merge_lora(model: nnx.Module, *, measure_error: bool = True, **options: Any)
     plan: dict[int, tuple[str, Any]] = {}
     for path, module in modules(model):
         if isinstance(module, nnx.LoRA) and isinstance(module.base_module, QuantizedLinear):
-            if module.base_module.activation is not None:
-                raise ValueError(
-                    f"jax_wonly: the base of {path} has activation={module.base_module.activation!r}, before which an "
-                    "adapter cannot be merged; accepted: None."
-                )
+            if refusal := refuses_merging(module.base_module):
+                raise ValueError(f"jax_wonly: the adapter {path} cannot be merged into its base: {refusal}.")
             plan[id(module)] = (path, module)
     if not plan:
         raise ValueError("jax_wonly: model has no nnx.LoRA over a QuantizedLinear.")
