@@ -1,6 +1,7 @@
 """Weights of other systems, against index arithmetic written apart from the package and values computed by hand."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -112,6 +113,10 @@ def test_permuted_tensor_transforms(rng):
     with pytest.raises(ValueError, match="x has shape"):
         x[:, :64] @ qt
     assert qt.nbytes == qt.weight.nbytes + 4 * 128
+    checks = jw.export_disabled_checks()
+    exported = jax.export.export(jax.jit(lambda x, w: x @ w), disabled_checks=checks)(x, qt).serialize()
+    again = jax.export.deserialize(exported).call(x, qt)
+    np.testing.assert_allclose(again, x @ value, rtol=1e-4, atol=1e-3)
 
 
 # --- compressed-tensors ---

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from jax_wonly._matmul import matmul
@@ -68,3 +69,12 @@ class PermutedTensor:
         """The dense weight ``[..., K, N]``, inputs in their own order."""
         dense = self.weight.dequantize(dtype, implementation=implementation)
         return jnp.take(dense, jnp.argsort(self.permutation), axis=-2)
+
+
+jax.export.register_pytree_node_serialization(
+    PermutedTensor,
+    serialized_name="jax_wonly.PermutedTensor",
+    serialize_auxdata=lambda meta: b"",
+    deserialize_auxdata=lambda data: (),
+    from_children=lambda aux_data, children: PermutedTensor(*children),
+)
