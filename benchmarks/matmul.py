@@ -4,7 +4,8 @@
 
 Kernel time is CUPTI's: all kernels of a call are summed, and the median over calls is reported. Calls rotate through
 more than four times the L2 of weights, and dense and quantized calls take turns. Everything is random data. ``gbps``
-counts weights, scales, shift, activations and result once.
+counts weights, scales, shift, activations and result once. ``xla_us`` is XLA's own product with ``jnp.int4`` codes and
+the same groups.
 """
 
 import argparse
@@ -54,7 +55,13 @@ SUITES = {
     "shapes": [case(k, n, m) for k, n in OTHERS for m in (1, 16, 64)]
     + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)]
     + [case(4128, 4096, m, group_size=32) for m in (1, 16)],
+    "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
 }
+
+
+def xla_product(x, codes, scales):
+    """What XLA makes of int4 codes [G, K / G, N] and scales [G, 1, N]."""
+    return x @ (codes.astype(x.dtype) * scales).reshape(x.shape[1], -1)
 
 
 class Calls:
@@ -126,11 +133,20 @@ def measure(options, rounds, calls, dense_cache):
     xs = [random((m, k)) for _ in range(2)]
     ours = Calls(jw.matmul, [(xs[i % 2], qt) for i, qt in enumerate(quantized)])
     dense = Calls(jnp.matmul, [(xs[i % 2], w) for i, w in enumerate(dense_weights)])
+    turns = [dense, ours]
+    if options.get("xla"):
+        groups = k // options["group_size"]
+        codes = [
+            jax.random.randint(next(keys), (groups, options["group_size"], n), -8, 8, jnp.int4)
+            for _ in range(copies_of(k * n // 2))
+        ]
+        turns.append(Calls(xla_product, [(xs[i % 2], c, random((groups, 1, n))) for i, c in enumerate(codes)]))
     for _ in range(rounds):
-        dense.measure(calls)
-        ours.measure(calls)
+        for turn in turns:
+            turn.measure(calls)
     moved = first.nbytes + (m * k + m * n) * dtype.itemsize
-    return {
+    xla = {"xla_us": round(turns[2].us, 2), "times_xla": round(turns[2].us / ours.us, 3)} if len(turns) > 2 else {}
+    return xla | {
         "op": "matmul",
         "dtype": dtype.name,
         "bits": options["bits"],
