@@ -573,7 +573,7 @@ def reads_or_says(path):
         assert "jax_wonly" in str(error)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(FLIPS, st.sampled_from([0, 0, 0, 1, 100, 10**4]))
 def test_any_damage_to_gguf(tmp_path_factory, flips, cut):
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
@@ -589,7 +589,7 @@ def good_safetensors() -> bytes:
 GOOD_SAFETENSORS = good_safetensors()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(FLIPS, st.sampled_from([0, 0, 0, 1, 100, 10**4]))
 def test_any_damage_to_safetensors(tmp_path_factory, flips, cut):
     path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
@@ -605,7 +605,7 @@ JSON = st.recursive(
 KEYS = ("bits", "group_size", "version", "checkpoint_format", "config_groups", "mode", "format", "sym", "x")
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.sampled_from(["awq", "gptq", "compressed-tensors", "mlx", "torchao", "hqq"]), st.data())
 def test_any_configuration(tmp_path_factory, format, data):
     config = {key: data.draw(JSON) for key in data.draw(st.sets(st.sampled_from(KEYS), max_size=3))}

@@ -12,7 +12,7 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is no
 
 from jax_wonly import checkpoint  # noqa: E402
 
-CASES = int(os.environ.get("JAX_WONLY_FUZZ_CASES", "25"))  # of each format
+CASES = int(os.environ.get("JAX_WONLY_FUZZ_CASES", "16"))  # of each format
 FLOATS = (np.float16, np.float32, ml_dtypes.bfloat16)
 DTYPES = (*FLOATS, np.int8, np.uint8, np.int32, np.uint32, np.int64, np.float64, np.bool_)
 
