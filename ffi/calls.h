@@ -363,6 +363,14 @@ inline ffi::Error check_ragged(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw
   return check_operand("bias", *rest.get<ffi::AnyBuffer>(rest.size() - 1), out.experts, true, {n}, false, out.bias);
 }
 
+// For platforms whose kernels need it.
+inline ffi::Error check_ragged_scratch(const RaggedOperands& operands) {
+  const int64_t words =
+      kRaggedScratchPerRow * operands.m + kRaggedScratchPerExpert * operands.experts + kRaggedScratchFixed;
+  if (operands.scratch_words >= words) return ffi::Error::Success();
+  return invalid("scratch has ", operands.scratch_words, " elements; accepted: at least ", words);
+}
+
 inline ffi::Error check_quantize(const ffi::AnyBuffer& w, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
                                  const ffi::RemainingRets& rest, int64_t bits, int64_t group_size,
                                  int64_t quantize_mode, QuantizeOperands& out) {
