@@ -19,7 +19,7 @@ from jax_wonly._quantize import quantize as quantize_array
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import FLOATS
 
-_ERROR_PIECE = 1 << 22  # weights that are dequantized at a time to measure the error
+_ERROR_PIECE = 1 << 21  # weights that are dequantized at a time to measure the error
 
 
 @dataclasses.dataclass(frozen=True)
