@@ -1,0 +1,175 @@
+"""AWQ: inputs that are large on average keep more of their weights' accuracy."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from jax import lax
+
+from jax_wonly._matmul import matmul
+from jax_wonly.algorithms._grid import Scheme, decode, encode, over_leading
+from jax_wonly.algorithms._moments import check_moments, quadratic
+from jax_wonly.algorithms._weights import clip_and_round
+
+STEPS = 20  # exponents between 0 and 1 that are tried
+_SMALLEST = 1e-4  # input scale, and root mean square of an input relative to the largest
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("weight", "input_scale"), meta_fields=())
+@dataclass(frozen=True, repr=False, eq=False)
+class ScaledTensor:
+    """A weight ``[..., K, N]`` kept as a quantized one whose inputs are to be multiplied first, as AWQ makes it.
+
+    ``x @ w == (x * input_scale) @ weight``.
+
+    Attributes:
+      weight: the :class:`~jax_wonly.QuantizedTensor` ``[..., K, N]``.
+      input_scale: ``[..., K]``, of the type of the dense weight.
+    """
+
+    weight: Any
+    input_scale: Any
+
+    __array_ufunc__: ClassVar[None] = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(..., K, N)``."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.weight.ndim
+
+    @property
+    def dtype(self):
+        """The type that :meth:`dequantize` gives by default."""
+        return self.weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the arrays take."""
+        return self.weight.nbytes + self.input_scale.size * self.input_scale.dtype.itemsize
+
+    def __repr__(self) -> str:
+        return f"ScaledTensor({self.weight!r})"
+
+    def matmul(self, x, **options) -> jax.Array:
+        """:func:`jax_wonly.matmul` of ``x [..., K]`` with this weight; ``options`` are its further arguments.
+
+        Raises:
+          TypeError, ValueError: as :func:`jax_wonly.matmul`.
+        """
+        if getattr(x, "shape", ())[-1:] != self.shape[-2:-1]:
+            return matmul(x, self.weight, **options)  # which says what is wrong
+        scale = self.input_scale if len(x.shape) == 1 else self.input_scale[..., None, :]
+        scale = self.input_scale if self.input_scale.ndim == 1 else scale
+        return matmul(jnp.asarray(x) * scale.astype(x.dtype), self.weight, **options)
+
+    def __rmatmul__(self, x) -> jax.Array:
+        return self.matmul(x)
+
+    def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
+        """The dense weight ``[..., K, N]`` of inputs that are not multiplied."""
+        dense = self.weight.dequantize(jnp.float32, implementation=implementation)
+        dense = dense * self.input_scale.astype(jnp.float32)[..., None]
+        return dense.astype(self.dtype if dtype is None else dtype)
+
+
+jax.export.register_pytree_node_serialization(
+    ScaledTensor,
+    serialized_name="jax_wonly.ScaledTensor",
+    serialize_auxdata=lambda meta: b"",
+    deserialize_auxdata=lambda data: (),
+    from_children=lambda aux_data, children: ScaledTensor(*children),
+)
+
+
+def awq(
+    w,
+    moments,
+    *,
+    bits: int = 4,
+    group_size: int | None = 128,
+    mode: str = "symmetric",
+    scale_dtype=None,
+    clip: bool = True,
+) -> ScaledTensor:
+    """Activation-aware quantization: weights of large inputs are multiplied before rounding, those inputs divided.
+
+    The factors are the inputs' root mean squares to a power, which is the best of 20 from 0 up (0: round-to-nearest)
+    by the error of the outputs; then extremes are clipped as by :func:`mse` with ``moments``, if that is better still.
+    So the outputs' error on the calibration data is never above that of round-to-nearest, but for the rounding of
+    float32 (Lin et al., "AWQ: Activation-aware Weight Quantization", 2023).
+
+    Args:
+      w: float16, bfloat16 or float32 ``[..., K, N]``.
+      moments: float32 ``[K, K]`` or ``[..., K, K]``, the second moments of the inputs.
+      bits, group_size, mode, scale_dtype: as in ``jax_wonly.quantize``.
+      clip: whether to look for clipped extremes.
+
+    Raises:
+      TypeError, ValueError: as ``jax_wonly.quantize``, or ``moments`` do not fit.
+    """
+    scheme = Scheme.of(w, bits, group_size, mode, scale_dtype)
+    moments = check_moments(moments, w)
+    scale = best_input_scale((w,), moments, scheme)
+    return apply_input_scale(jnp.asarray(w), moments, scale, scheme, clip)
+
+
+def best_input_scale(weights, moments: jax.Array, scheme: Scheme) -> jax.Array:
+    """The ``input_scale [..., K]`` with which weights ``[..., K, N]`` of the same inputs are quantized best."""
+    w = jnp.concatenate([jnp.asarray(w) for w in weights], -1)
+    return _search(w, moments, scheme).squeeze(-1)
+
+
+@partial(jax.jit, static_argnames="scheme")
+def _search(w, moments, scheme):
+    dtype = w.dtype
+
+    def one(w, moments):
+        dense = w.astype(jnp.float32)
+        size = jnp.sqrt(jnp.diagonal(moments))
+        size = jnp.maximum(size / jnp.maximum(size.max(), jnp.finfo(jnp.float32).tiny), _SMALLEST)
+
+        def measure(exponent):
+            factors = size**exponent
+            factors = factors / jnp.sqrt(factors.max() * factors.min())
+            stored = (1 / factors).astype(dtype)
+            factors = 1 / stored.astype(jnp.float32)
+            groups = scheme.groups(dense * factors[:, None])
+            grid = scheme.grid(*scheme.extremes(groups))
+            rounded = decode(encode(groups, grid), grid).reshape(dense.shape) / factors[:, None]
+            return quadratic(rounded - dense, moments).sum(), stored[:, None]
+
+        def step(best, exponent):
+            new = measure(exponent)
+            return jax.tree.map(lambda a, b: jnp.where(new[0] < best[0], a, b), new, best), None
+
+        return lax.scan(step, measure(jnp.float32(0)), jnp.arange(1, STEPS) / STEPS)[0][1]
+
+    return over_leading(one, w, moments)
+
+
+@partial(jax.jit, static_argnames=("scheme", "clip"))
+def apply_input_scale(w, moments, input_scale, scheme: Scheme, clip: bool) -> ScaledTensor:
+    """``w [..., K, N]`` quantized for inputs that are multiplied by ``input_scale [..., K]``."""
+
+    def one(w, moments, input_scale):
+        scaled = w.astype(jnp.float32) / input_scale.astype(jnp.float32)
+        inputs = input_scale[:, 0].astype(jnp.float32)
+        moments = moments * inputs * inputs[:, None]
+        groups = scheme.groups(scaled)
+        grid = scheme.grid(*scheme.extremes(groups))
+        plain = scheme.tensor(encode(groups, grid), grid)
+        if not clip:
+            return plain
+        clipped = clip_and_round(scaled, moments, scheme)
+        # Clipping looks at each group alone; errors of groups may add up.
+        errors = [quadratic(qt.dequantize(jnp.float32) - scaled, moments).sum() for qt in (plain, clipped)]
+        return jax.tree.map(lambda a, b: jnp.where(errors[1] < errors[0], b, a), plain, clipped)
+
+    return ScaledTensor(over_leading(one, w, moments, input_scale[..., None]), input_scale)
