@@ -50,7 +50,10 @@ def second_moments(x) -> jax.Array:
     x = jnp.asarray(x)
     _check_finite("x", x)
     count = x.shape[-2]
-    return sum((gram(x[..., i : i + _ROWS, :]) for i in range(0, count, _ROWS)), jnp.float32(0)) / count
+    total = gram(x[..., :_ROWS, :])
+    for i in range(_ROWS, count, _ROWS):
+        total += gram(x[..., i : i + _ROWS, :])
+    return total / count
 
 
 def _check_finite(name: str, value) -> None:
