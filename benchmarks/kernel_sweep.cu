@@ -24,6 +24,7 @@
 
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/matmul_decode.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_warpgroup.h"
 #include "layout.h"
@@ -184,6 +185,14 @@ int check(int every) {
                     return stream::launch(args, {atoms, tiles, warps, cluster, shared_share(device, ctas)}, nullptr);
                   });
                 }
+          if (device.architecture == 90 && decode::supports(args)) {
+            const int strips = static_cast<int>(ceil_div(s.n, kAtomN));
+            for (int cluster : {1, 2, 4})
+              for (int parts : {1, (strips + 1) / 2, strips}) {
+                compare("decode", cluster, parts, 0, 0,
+                        [&] { return decode::launch(args, {cluster, parts}, shared_share(device, 1), nullptr); });
+              }
+          }
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
           for (int tokens : {16, 32, 64, 128})
             for (int warpgroups : {2, 4})
@@ -283,6 +292,15 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
                 report(atoms, tiles, warps, cluster, ctas,
                        graph_us(calls, [&](const MatmulArgs& args) { return stream::launch(args, config, s); }, s));
               }
+      for (int cluster : {1, 2, 4}) {
+        if (device.architecture != 90 || !decode::supports(calls[0])) continue;
+        const int parts = std::min(static_cast<int>(ceil_div(n, kAtomN)), device.multiprocessors / cluster);
+        const decode::Config config{cluster, parts};
+        const int shared = shared_share(device, 1);
+        if (decode::launch(calls[0], config, shared, s) != cudaSuccess) continue;
+        report(-1, parts, 0, cluster, 1,
+               graph_us(calls, [&](const MatmulArgs& args) { return decode::launch(args, config, shared, s); }, s));
+      }
       for (int tokens : {16, 32, 64, 128})
         for (int warpgroups : {2, 4})
           for (int cluster : {1, 2, 3, 4, 6}) {

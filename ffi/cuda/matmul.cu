@@ -4,6 +4,7 @@
 
 #include "cuda/device.h"
 #include "cuda/matmul.h"
+#include "cuda/matmul_decode.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_warpgroup.h"
 #include "layout.h"
@@ -79,12 +80,35 @@ warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device)
   return best;
 }
 
+// Below this many bytes of weights preparing the activations takes longer than their cheaper products save.
+constexpr int64_t kDecodeBytes = 24 << 20;
+
+cudaError_t launch_decode(const MatmulArgs& args, const Device& device, cudaStream_t stream) {
+  const int64_t atoms = ceil_div(args.n, kAtomN);
+  // Two CTAs that share many inputs prepare half of them each; worth their exchange of sums where a CTA has few
+  // outputs, whose warps would be idle otherwise, or very many.
+  const bool shared_inputs =
+      args.k >= 8192 && (atoms < 3 * device.multiprocessors || atoms >= 8 * device.multiprocessors);
+  cudaError_t error = cudaErrorInvalidConfiguration;
+  // More CTAs share inputs that one's memory does not hold.
+  for (int cluster = shared_inputs ? 2 : 1; cluster <= 4 && error == cudaErrorInvalidConfiguration; cluster *= 2) {
+    const int parts = static_cast<int>(std::min<int64_t>(atoms, device.multiprocessors / cluster));
+    error = decode::launch(args, {cluster, parts}, shared_share(device, 1), stream);
+  }
+  return error;
+}
+
 }  // namespace
 
 cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80 && args.x_dtype != DType::kF16) return cudaErrorNotSupported;
+  if (device.architecture == 90 && decode::supports(args) && args.batch == 1 &&
+      args.n * args.k * args.bits / 8 >= kDecodeBytes) {
+    const cudaError_t error = launch_decode(args, device, stream);
+    if (error != cudaErrorInvalidConfiguration) return error;
+  }
   // Eight bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor
   // has a CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;

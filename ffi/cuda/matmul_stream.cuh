@@ -23,6 +23,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
+#include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/ptx.cuh"
@@ -177,33 +178,6 @@ __device__ __forceinline__ void read_rows(float (&to)[kAtoms][2], const uint8_t*
       return bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
     });
   }
-}
-
-// sum over [k_begin, k_end) of w[k, n] x[k], each weight dequantized first.
-template <typename X>
-__device__ __noinline__ float exact_sum(const MatmulArgs& args, const X* row, const uint32_t* qw, const void* scales,
-                                        const void* shift, int64_t n, int64_t k_begin, int64_t k_end) {
-  const int step = tile_k(args.bits);
-  const int64_t tiles = ceil_div(args.k, step);
-  const int64_t group_size = args.k / args.groups;
-  float sum = 0.f;
-  for (int64_t k = k_begin; k < k_end; ++k) {
-    const CodePosition at = code_position(args.bits, static_cast<int>(k % step), static_cast<int>(n % kTileN));
-    const uint32_t word = qw[((n / kTileN) * tiles + k / step) * kTileWords + at.word];
-    const float code = static_cast<float>((word >> at.shift) & ((1u << args.bits) - 1u));
-    const int64_t index = (k / group_size) * args.n + n;
-    const float scale = load_element(scales, index, args.scale_dtype);
-    float weight;
-    if (args.shift_mode == ShiftMode::kOffsets) {
-      weight = code * scale + load_element(shift, index, args.shift_dtype);
-    } else {
-      const float zero = args.shift_mode == ShiftMode::kZeros ? load_element(shift, index, args.shift_dtype)
-                                                              : static_cast<float>(bias_of(args.bits));
-      weight = (code - zero) * scale;
-    }
-    sum += weight * static_cast<float>(row[k]);
-  }
-  return sum;
 }
 
 // A stage's sums join the accumulator kFlushes times: 4 for groups of 32 and 64 inputs, else once.
@@ -474,7 +448,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
           const int64_t m = m0 + tile * 8 + 2 * t + i % 2;
           const int64_t n = n0 + atom * kAtomN + i / 2 * 8 + g;
           if (exceptional[tile][i % 2] && m < args.m && n < args.n) {
-            acc[atom][tile][i] = exact_sum(args, x + m * args.k, qw, scales, shift, n, k_begin, k_end);
+            acc[atom][tile][i] = exact_sum(args, batch, m, n, k_begin, k_end);
           }
         }
       }
@@ -512,15 +486,13 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   }
 #if __CUDA_ARCH__ >= 900
   if (params.cluster > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
+    ptx::cluster_share();
     for (int i = rank * blockDim.x + threadIdx.x; i < tokens * kRows; i += params.cluster * blockDim.x) {
       float value = 0.f;
       for (int other = 0; other < params.cluster; ++other) value += ptx::load_shared_of_rank(total + i, other);
       finish(args, batch, m0 + i / kRows, n0 + i % kRows, value);
     }
-    ptx::cluster_arrive();  // shared memory must outlive the others' reads of it
-    ptx::cluster_wait();
+    ptx::cluster_leave();
   }
 #endif
 }

@@ -372,8 +372,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   }
 
   if (params.cluster > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
+    ptx::cluster_share();
   } else {
     __syncthreads();
   }
@@ -396,10 +395,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     finish4(args, batch, m0 + token, n, sum);
   }
-  if (params.cluster > 1) {  // shared memory must outlive the others' reads of it
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
-  }
+  if (params.cluster > 1) ptx::cluster_leave();
 #else
   __trap();
 #endif

@@ -23,6 +23,35 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
 #endif
 }
 
+// 16 bytes that nobody reads again, on a condition; `to` stays as it is otherwise. In program order with the other
+// volatile instructions: loads go out before the products that they are ahead of.
+__device__ __forceinline__ void load_once(uint4& to, const void* global, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
+      "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+      : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+      : "l"(global), "r"(static_cast<int>(wanted)));
+}
+
+// Small loads that stay where they are written: the compiler would move them to their use, and wait there.
+__device__ __forceinline__ uint32_t load_8(const void* global) {
+  uint32_t value;
+  asm volatile("{\n.reg .u8 value;\nld.global.nc.u8 value, [%1];\ncvt.u32.u8 %0, value;\n}\n"
+               : "=r"(value)
+               : "l"(global));
+  return value;
+}
+__device__ __forceinline__ uint32_t load_16(const void* global) {
+  uint16_t value;
+  asm volatile("ld.global.nc.u16 %0, [%1];\n" : "=h"(value) : "l"(global));
+  return value;
+}
+__device__ __forceinline__ uint32_t load_32(const void* global) {
+  uint32_t value;
+  asm volatile("ld.global.nc.u32 %0, [%1];\n" : "=r"(value) : "l"(global));
+  return value;
+}
+
 // 4 bytes global -> shared: the widest that any row of 16-bit scales with an even length is aligned to.
 __device__ __forceinline__ void cp_async_4(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
@@ -108,8 +137,30 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 900
 // Thread-block clusters (sm_90): CTAs that share an output tile add their partial sums through each other's shared
 // memory.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;\n" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ int cluster_index() {  // along x
+  int index;
+  asm("mov.u32 %0, %%clusterid.x;\n" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
+}
+// What this CTA wrote to its shared memory, the others of its cluster may read, and the reverse. One warp's fence
+// stands for all that happened before the CTA's barrier: a fence of every warp, as in the barrier's own release, waits
+// for each.
+__device__ __forceinline__ void cluster_share() {
+  __syncthreads();
+  if (threadIdx.x < 32) asm volatile("fence.acq_rel.cluster;\n" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");
+}
+// No CTA leaves, and takes its shared memory with it, while another may still read that.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");
+}
 
 __device__ __forceinline__ float load_shared_of_rank(const float* shared, uint32_t rank) {
   uint32_t address;

@@ -89,6 +89,29 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* shared) {
   return kSwizzle128 | kStride1024 | kUnused | ((shared_address(shared) & 0x3ffffu) >> 4);
 }
 
+// B of a wgmma without swizzle: 8 columns x 16 bytes are contiguous, `k_stride` bytes from the next 16 bytes of inputs
+// and `column_stride` bytes from the next 8 columns.
+__device__ __forceinline__ uint64_t wgmma_descriptor_unswizzled(const void* shared, int k_stride, int column_stride) {
+  return static_cast<uint64_t>(column_stride >> 4) << 32 | static_cast<uint64_t>(k_stride >> 4) << 16 |
+         ((shared_address(shared) & 0x3ffffu) >> 4);
+}
+
+// d[64 x 8] = a[64 x 32] b[32 x 8] (+ d where `accumulate`) over a warpgroup, in int32: warp w's fragments are those of
+// mma.m16n8k32 for rows 16w.. .
+__device__ __forceinline__ void wgmma_u8s8(int (&d)[4], const uint4& a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k32.s32.u8.s8 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, %8, p;\n}\n"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
+}
+
+// Shared memory that this thread wrote is what wgmma of others, after a barrier, may read.
+__device__ __forceinline__ void fence_shared_for_async() {
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+}
+
 // d[64 x kN] = a[64 x 16] b[16 x kN] (+ d where `accumulate`) over a warpgroup, in float32: warp w's fragments of a are
 // those of mma.m16n8k16 for rows 16w.., its d a row of kN / 8 such accumulators.
 template <int kN>

@@ -97,3 +97,27 @@ def test_replays_have_the_same_bits(rng, m):
     for _ in range(200):
         last = chain(x)
     np.testing.assert_array_equal(np.asarray(last), first)
+
+
+@pytest.mark.parametrize(
+    ("bits", "mode", "x_dtype", "m", "k", "n", "group_size"),
+    [
+        (4, "symmetric", "bfloat16", 1, 8192, 6200, 128),
+        (4, "symmetric", "float32", 2, 4097, 12600, None),
+        (4, "float_zeros", "float16", 2, 12288, 4200, 256),
+        (8, "integer_zeros", "bfloat16", 2, 12288, 2100, 128),
+        (8, "offsets", "float32", 1, 30000, 900, None),
+    ],
+)
+def test_large_weights_few_tokens(rng, bits, mode, x_dtype, m, k, n, group_size):
+    """Sizes from which products of one or two tokens take another kernel; activations with outliers in some groups."""
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=x_dtype)
+    x = np.asarray(random_x(rng, (m, k), x_dtype)).copy()
+    x[:, 100:200] *= np.asarray(2.0**-12, x.dtype)
+    x[:, 150] = 40
+    assert_product(jw.matmul(jnp.asarray(x), weight.qt, implementation="cuda"), jnp.asarray(x), weight)
+    x[0, 77] = np.inf
+    y = np.asarray(jw.matmul(jnp.asarray(x), weight.qt, implementation="cuda")).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(y[0], np.inf * weight.dense[77])
+    assert np.isfinite(y[1:]).all()

@@ -1,0 +1,526 @@
+// The product for one or two tokens on Hopper: integer wgmma, codes against the digits of fixed-point activations.
+//
+// For so few tokens the product is bound by the instructions that unpack codes as much as by memory. Here
+// they are nearly none: codes are 8-bit integers already, so int8 words enter the tensor core as they were loaded, and
+// int4 words after one mask for eight codes. The activations of 128 inputs that share a scale become fixed-point
+// numbers of 24 bits (32 for float32), split into signed bytes, their digits; each digit of each token is a column of
+// the product. Sums are exact integers, multiplied by the scales of weights and activations once for 128 inputs.
+//
+// A byte of an int4 word holds two codes of an output, c0 + 16 c1, for two inputs k0 and k1. With integers X0 and X1
+// for x[k0] and x[k1] / 16, c0 (X0 - X1) + (c0 + 16 c1) X1 = c0 X0 + 16 c1 X1: the low codes by a mask, the high codes
+// never alone. Rounding X1 costs four of its bits.
+//
+// A CTA owns a run of outputs, walks over them 64 at a time, and prepares the digits of all its inputs in shared memory
+// first. Warpgroups split the inputs by stages of 128; a lane loads its words from global memory into the registers
+// that wgmma reads, several stages ahead. Partial sums are added in a fixed order, so results have the same bits on
+// every run, and a token's result does not depend on the values of others. A token with an infinity or NaN is computed
+// term by term.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "cuda/element.cuh"
+#include "cuda/epilogue.cuh"
+#include "cuda/exact_sum.cuh"
+#include "cuda/launch.h"
+#include "cuda/matmul_decode.h"
+#include "cuda/ptx.cuh"
+#include "cuda/ptx_sm90.cuh"
+#include "layout.h"
+
+namespace wonly::decode {
+
+constexpr int kStageK = 128;  // inputs that share a fixed-point scale
+constexpr int kBlockK = 32;   // inputs of one wgmma
+constexpr int kStageBlocks = kStageK / kBlockK;
+constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks
+
+// What multiplies a column's integer sums.
+struct Column {
+  float sum;    // of the digits, as a code of 1 multiplies them; times the zero where all have the same
+  float scale;  // of the fixed-point numbers, times the power of 256 of the digit
+};
+
+struct Params {
+  MatmulArgs args;
+  int cluster;
+  int atoms_each, atoms_over;  // a part of the outputs has atoms_each strips of 16, the first atoms_over one more
+  int stages_each;             // stages of 128 inputs that a CTA of a cluster takes, the last one fewer
+  int log2_group_blocks;       // group size = 32 << this
+  bool aligned_x;              // rows of x are aligned to 16 bytes
+  int partial_at, total_at;    // in shared memory
+};
+
+// Columns of the product, as many as the smallest wgmma has: every digit of every token is one, the rest are dropped.
+constexpr int kColumns = 8;
+
+// kPlain: no zeros or offsets, and scales of 16 bits.
+template <int kBits_, int kDigits_, bool kPlain_>
+struct Shape {
+  static constexpr int kBits = kBits_;
+  static constexpr int kDigits = kDigits_;  // of an activation: 3, or 4 of float32
+  static constexpr bool kPlain = kPlain_;
+  static_assert(kDigits * kMaxTokens <= kColumns);
+  static constexpr int kWarpgroups = 4;
+  static constexpr int kThreads = kWarpgroups * 128;
+  static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage
+  static constexpr int kAhead = kBits == 4 ? 4 : 2;       // stages on their way to a warp: 4 KB of weights
+  static constexpr int kBlockBytes = kColumns * kBlockK;  // digits of 32 inputs
+  static constexpr int kStageBytes = kStageBlocks * kBlockBytes + kColumns * static_cast<int>(sizeof(Column));
+  // B operands of one wgmma are 16 bytes of k for every column, then 16 more. int4: the low codes of two blocks are one
+  // wgmma, the whole bytes of the same the next; int8: a block is one.
+  static constexpr int kHalfBytes = kBits == 4 ? kBlockBytes : kColumns * 16;
+  __device__ static int block_at(int block) {
+    return kBits == 4 ? block / 2 * 2 * kBlockBytes + block % 2 * (kColumns * 16) : block * kBlockBytes;
+  }
+};
+
+// Sixteen bytes of x that are not aligned, or that the row's end cuts: zeros after `left` elements.
+template <typename X>
+__device__ __noinline__ uint4 load_some(const X* from, int left) {
+  union {
+    uint4 vector;
+    X elements[16 / sizeof(X)];
+  } chunk;
+  chunk.vector = {};
+  for (int i = 0; i < static_cast<int>(16 / sizeof(X)) && i < left; ++i) chunk.elements[i] = from[i];
+  return chunk.vector;
+}
+
+// 32 activations as they lie in memory.
+template <int kDigits>
+struct Block {
+  static constexpr int kVectors = kDigits == 4 ? 8 : 4;
+  uint4 vectors[kVectors];
+
+  template <typename X>
+  __device__ void load(const X* from, int left, bool aligned) {
+    constexpr int kPerVector = 16 / sizeof(X);
+    if (aligned && left >= kBlockK) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) vectors[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) vectors[i] = load_some(from + i * kPerVector, left - i * kPerVector);
+    }
+  }
+  __device__ void load(const MatmulArgs& args, int64_t at, int left, bool aligned) {
+    if constexpr (kDigits == 4) {
+      load(static_cast<const float*>(args.x) + at, left, aligned);
+    } else {  // which of the two 16-bit types does not matter yet
+      load(static_cast<const uint16_t*>(args.x) + at, left, aligned);
+    }
+  }
+  // The largest magnitude's bits as a float32.
+  __device__ uint32_t largest(bool bf16) const {
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(vectors);
+    uint32_t most = 0;
+    if constexpr (kDigits == 4) {
+#pragma unroll
+      for (int i = 0; i < kBlockK; ++i) most = max(most, words[i] & 0x7fffffffu);
+      return most;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlockK / 2; ++i) most = __vmaxu2(most, words[i] & 0x7fff7fffu);
+      most = max(most & 0xffffu, most >> 16);
+      return bf16 ? most << 16 : __float_as_uint(__half2float(__ushort_as_half(static_cast<uint16_t>(most))));
+    }
+  }
+  __device__ void convert(bool bf16, float (&to)[kBlockK]) const {
+    const uint32_t* const words = reinterpret_cast<const uint32_t*>(vectors);
+    if constexpr (kDigits == 4) {
+#pragma unroll
+      for (int i = 0; i < kBlockK; ++i) to[i] = __uint_as_float(words[i]);
+    } else if (bf16) {
+#pragma unroll
+      for (int i = 0; i < kBlockK; ++i) {
+        to[i] = __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBlockK; ++i) {
+        to[i] = __half2float(__ushort_as_half(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))));
+      }
+    }
+  }
+};
+
+// Digits of a block of token `token` as columns digit * tokens + token of B operands; of the stage's four blocks by
+// four neighbouring lanes. False if an activation of the stage is infinite or NaN: the digits then mean nothing.
+template <typename S>
+__device__ __forceinline__ bool prepare_block(const Block<S::kDigits>& x, bool bf16, bool store, int tokens, int token,
+                                              int block, uint8_t* to, Column* columns) {
+  constexpr int kDigits = S::kDigits;
+  uint32_t largest = x.largest(bf16);
+  largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+  largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+  const bool finite = largest < 0x7f800000u;
+  const uint32_t exponent = min(max(largest >> 23, 40u), 254u);
+  // The largest magnitude becomes less than 2^21, or 2^29: a neighbour's, and the rounding of both, still fit the
+  // digits.
+  constexpr uint32_t kPower = kDigits == 4 ? 29 : 21;
+  const float power = __uint_as_float((253u + kPower - exponent) << 23);
+  float values[kBlockK];
+  x.convert(bf16, values);
+  constexpr uint32_t kSigned = kDigits == 4 ? 0x80808080u : 0x00808080u;  // makes the bytes of signed digits unsigned
+  // Integers, plus a constant that the difference of two does not have.
+  constexpr uint32_t kConstant = kDigits == 4 ? 0 : 0x4b400000u;
+  const auto fixed_point = [&](float value, float times) {
+    if constexpr (kDigits == 4) return static_cast<uint32_t>(__float2int_rn(value * times));
+    return __float_as_uint(fmaf(value, times, 0x1.8p+23f));
+  };
+  int sum[kDigits] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t words[kDigits][4];  // [digit][t]
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      uint32_t integers[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        // The input whose code byte j of lane t's word holds.
+        if constexpr (S::kBits == 4) {
+          const int k = 2 * t + j / 2 + j % 2 * 16;
+          const uint32_t high = fixed_point(values[k + 8], power * 0.0625f);
+          integers[j] = half == 1 ? high - kConstant : fixed_point(values[k], power) - high;
+        } else {
+          integers[j] = fixed_point(values[half * 16 + 2 * t + j / 2 + j % 2 * 8], power) - kConstant;
+        }
+        integers[j] += kSigned;
+      }
+      // Word d: digit d of the four.
+      const uint32_t low01 = __byte_perm(integers[0], integers[1], 0x5140);
+      const uint32_t low23 = __byte_perm(integers[2], integers[3], 0x5140);
+      const uint32_t high01 = __byte_perm(integers[0], integers[1], 0x7362);
+      const uint32_t high23 = __byte_perm(integers[2], integers[3], 0x7362);
+      words[0][t] = __byte_perm(low01, low23, 0x5410) ^ 0x80808080u;
+      words[1][t] = __byte_perm(low01, low23, 0x7632) ^ 0x80808080u;
+      words[2][t] = __byte_perm(high01, high23, 0x5410) ^ 0x80808080u;
+      if constexpr (kDigits == 4) words[3][t] = __byte_perm(high01, high23, 0x7632) ^ 0x80808080u;
+    }
+#pragma unroll
+    for (int digit = 0; digit < kDigits; ++digit) {
+      int of_half = 0;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) of_half = __dp4a(static_cast<int>(words[digit][t]), 0x01010101, of_half);
+      sum[digit] += S::kBits == 4 && half == 1 ? 17 * of_half : of_half;  // a code of 1: X0 - X1 + 17 X1
+      if (store) {
+        *reinterpret_cast<uint4*>(to + half * S::kHalfBytes + (digit * tokens + token) * 16) =
+            make_uint4(words[digit][0], words[digit][1], words[digit][2], words[digit][3]);
+      }
+    }
+  }
+#pragma unroll
+  for (int digit = 0; digit < kDigits; ++digit) {
+    sum[digit] += __shfl_xor_sync(0xffffffffu, sum[digit], 1);
+    sum[digit] += __shfl_xor_sync(0xffffffffu, sum[digit], 2);
+  }
+  // Each of the four lanes writes a digit's column.
+  const int digit = block % kStageBlocks;
+  int unit_sum = sum[0];
+#pragma unroll
+  for (int i = 1; i < kDigits; ++i) unit_sum = digit == i ? sum[i] : unit_sum;
+  if (S::kPlain) unit_sum *= bias_of(S::kBits);
+  if (store && digit < kDigits) {
+    columns[digit * tokens + token] = {static_cast<float>(unit_sum),
+                                       __uint_as_float((exponent + 1 - kPower + 8 * digit) << 23)};
+  }
+  return finite;
+}
+
+// An element of `size` bytes: its bits.
+__device__ __forceinline__ uint32_t load_bits(const uint8_t* from, int size) {
+  return size == 2 ? ptx::load_16(from) : size == 4 ? ptx::load_32(from) : ptx::load_8(from);
+}
+__device__ __forceinline__ float bits_to_float(uint32_t bits, DType type) {
+  if (type == DType::kBF16) return __uint_as_float(bits << 16);
+  if (type == DType::kF16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  return type == DType::kF32 ? __uint_as_float(bits) : static_cast<float>(bits);
+}
+
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_constant__ Params params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kAhead = S::kAhead;
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ int not_finite[kMaxTokens];  // tokens with an infinity or NaN among this CTA's inputs
+  const MatmulArgs& args = params.args;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
+  const int rank = ptx::cluster_rank();
+  const int part = ptx::cluster_index();
+  const int64_t batch = blockIdx.y;
+  const int tokens = static_cast<int>(args.m);
+  const int inputs = static_cast<int>(args.k);
+
+  const int first_atom = part * params.atoms_each + min(part, params.atoms_over);
+  const int end_atom = first_atom + params.atoms_each + (part < params.atoms_over);
+  const int first_stage = rank * params.stages_each;
+  const int stages = min(params.stages_each, (inputs + kStageK - 1) / kStageK - first_stage);
+  // This warpgroup's stages: every kWarpgroups-th of them.
+  const int count = (stages - warpgroup + S::kWarpgroups - 1) / S::kWarpgroups;
+  const int padded_count = (count + kAhead - 1) / kAhead * kAhead;
+  const int k_tiles = (inputs + tile_k(S::kBits) - 1) / tile_k(S::kBits);
+
+  // Loads, kAhead stages before their use: words of this lane, scale and shift of its outputs, rows g and g + 8 of its
+  // warp's strip. What is not loaded is multiplied by digits of zero, or belongs to outputs that nobody stores.
+  const int scale_size = element_size(args.scale_dtype);
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const uint8_t* const scales =
+      static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
+  const uint8_t* const shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
+  const uint32_t* const qw = args.qw + batch * args.qw_batch_stride;
+  uint4 words[kAhead][S::kTiles] = {};
+  uint32_t scale_bits[kAhead][2] = {}, shift_bits[kAhead][2] = {};
+  int fetch_atom = first_atom + warp % 4, fetch_index = 0;
+  int fetch_stage = first_stage + warpgroup;
+  const uint32_t* fetch_words;
+  const uint8_t* fetch_scales[2];
+  const uint8_t* fetch_shift[2];
+  const int scale_row_bytes = static_cast<int>(args.n) * scale_size;
+  const int shift_row_bytes = static_cast<int>(args.n) * shift_size;
+  const auto begin_fetch_pass = [&]() {
+    fetch_index = 0;
+    fetch_stage = first_stage + warpgroup;
+    const int64_t tile = static_cast<int64_t>(fetch_atom / kAtomsPerTile) * k_tiles + fetch_stage * S::kTiles;
+    fetch_words = qw + tile * kTileWords + fetch_atom % kAtomsPerTile * kAtomWords + lane * 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int n = min(fetch_atom * kAtomN + g + 8 * i, static_cast<int>(args.n) - 1);
+      fetch_scales[i] = scales + n * scale_size;
+      fetch_shift[i] = shift + n * shift_size;
+    }
+  };
+  begin_fetch_pass();
+  const auto fetch = [&](int slot) {
+    const bool wanted = fetch_index < count && fetch_atom < end_atom;
+#pragma unroll
+    for (int tile = 0; tile < S::kTiles; ++tile) {
+      ptx::load_once(words[slot][tile], fetch_words + tile * kTileWords,
+                     wanted && (tile == 0 || fetch_stage * S::kTiles + tile < k_tiles));
+    }
+    if (wanted) {
+      const int row = fetch_stage * kStageBlocks >> params.log2_group_blocks;
+      const int64_t scale_at = static_cast<int64_t>(row) * scale_row_bytes;
+      if constexpr (S::kPlain) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          scale_bits[slot][i] = ptx::load_16(fetch_scales[i] + scale_at);
+        }
+      } else {
+        const int64_t shift_at = static_cast<int64_t>(row) * shift_row_bytes;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          scale_bits[slot][i] = load_bits(fetch_scales[i] + scale_at, scale_size);
+          if (shift_size != 0) shift_bits[slot][i] = load_bits(fetch_shift[i] + shift_at, shift_size);
+        }
+      }
+    }
+    fetch_stage += S::kWarpgroups;
+    fetch_words += S::kWarpgroups * S::kTiles * kTileWords;
+    if (++fetch_index == padded_count) {
+      fetch_atom += 4;
+      begin_fetch_pass();
+    }
+  };
+
+  // Digits of x. The first of a thread's blocks is loaded before any weights: it would queue behind them.
+  uint8_t* const digits = shared;
+  Column* const columns = reinterpret_cast<Column*>(shared + stages * kStageBlocks * S::kBlockBytes);
+  static_assert(kMaxTokens == 2, "the token of a task is found by one comparison");
+  const int x_blocks = stages * kStageBlocks, tasks = x_blocks * tokens;
+  const int64_t x_at = batch * args.x_batch_stride + static_cast<int64_t>(first_stage) * kStageK;
+  const int x_left = inputs - first_stage * kStageK;
+  const bool bf16 = args.x_dtype == DType::kBF16;
+  Block<S::kDigits> x{};
+  const auto load_task = [&](int task) {
+    const int token = task < x_blocks ? 0 : 1, block = task - token * x_blocks;
+    if (task < tasks) {
+      x.load(args, x_at + token * args.k + block * kBlockK, x_left - block * kBlockK, params.aligned_x);
+    }
+  };
+  load_task(threadIdx.x);
+#pragma unroll
+  for (int ahead = 0; ahead < kAhead; ++ahead) fetch(ahead);
+  if (threadIdx.x < kMaxTokens) not_finite[threadIdx.x] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (int first = threadIdx.x / 32 * 32; first < tasks; first += S::kThreads) {  // whole warps: lanes exchange
+    const int task = first + lane;
+    const int token = task < x_blocks ? 0 : 1, block = task - token * x_blocks;
+    const bool finite = prepare_block<S>(x, bf16, task < tasks, tokens, token, block, digits + S::block_at(block),
+                                         columns + block / kStageBlocks * kColumns);
+    if (!finite && task < tasks) not_finite[token] = 1;
+    load_task(task + S::kThreads);
+  }
+  ptx::fence_shared_for_async();
+  __syncthreads();
+
+  const bool bf16_scales = args.scale_dtype == DType::kBF16;
+  float* const partial = reinterpret_cast<float*>(shared + params.partial_at);
+  float* const total = reinterpret_cast<float*>(shared + params.total_at);
+  const int part_rows = (params.atoms_each + (params.atoms_over > 0)) * kAtomN;
+#pragma unroll 1
+  for (int pass_atom = first_atom; pass_atom < end_atom; pass_atom += 4) {
+    float acc[4] = {};
+#pragma unroll 1
+    for (int base = 0; base < count; base += kAhead) {
+#pragma unroll
+      for (int ahead = 0; ahead < kAhead; ++ahead) {
+        const int index = base + ahead;
+        if (index < count) {
+          const int stage = warpgroup + index * S::kWarpgroups;
+          const uint64_t operand =
+              ptx::wgmma_descriptor_unswizzled(digits + stage * kStageBlocks * S::kBlockBytes, kColumns * 16, 128);
+          int part_sums[4];
+          uint4 low[S::kTiles];
+          if constexpr (S::kBits == 4) {
+#pragma unroll
+            for (int tile = 0; tile < S::kTiles; ++tile) {
+              const uint4 w = words[ahead][tile];
+              low[tile] = make_uint4(w.x & 0x0f0f0f0fu, w.y & 0x0f0f0f0fu, w.z & 0x0f0f0f0fu, w.w & 0x0f0f0f0fu);
+            }
+          }
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int tile = 0; tile < S::kTiles; ++tile) {
+            constexpr int kStep = S::kBlockBytes >> 4;
+            if constexpr (S::kBits == 4) {
+              ptx::wgmma_u8s8(part_sums, low[tile], operand + 2 * tile * kStep, tile > 0);
+              ptx::wgmma_u8s8(part_sums, words[ahead][tile], operand + (2 * tile + 1) * kStep, 1);
+            } else {
+              ptx::wgmma_u8s8(part_sums, words[ahead][tile], operand + tile * kStep, tile > 0);
+            }
+          }
+          ptx::wgmma_commit();
+          const Column* const stage_columns = columns + stage * kColumns + 2 * t;
+          float scale[2], z[2];
+          if constexpr (S::kPlain) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              scale[i] = bf16_scales ? __uint_as_float(scale_bits[ahead][i] << 16)
+                                     : __half2float(__ushort_as_half(static_cast<uint16_t>(scale_bits[ahead][i])));
+            }
+          } else {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              scale[i] = bits_to_float(scale_bits[ahead][i], args.scale_dtype);
+              z[i] = shift_size == 0 ? static_cast<float>(bias_of(S::kBits))
+                                     : bits_to_float(shift_bits[ahead][i], args.shift_dtype);
+            }
+          }
+          ptx::wgmma_wait<0>();
+          const float4 two = *reinterpret_cast<const float4*>(stage_columns);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float sum = i % 2 == 0 ? two.x : two.z, unit = i % 2 == 0 ? two.y : two.w;
+            const float value = static_cast<float>(part_sums[i]);
+            if constexpr (S::kPlain) {
+              acc[i] = fmaf(scale[i / 2] * unit, value - sum, acc[i]);
+            } else if (args.shift_mode == ShiftMode::kOffsets) {
+              acc[i] = fmaf(unit, fmaf(scale[i / 2], value, z[i / 2] * sum), acc[i]);
+            } else {
+              acc[i] = fmaf(scale[i / 2] * unit, fmaf(-z[i / 2], sum, value), acc[i]);
+            }
+          }
+        }
+        fetch(ahead);
+      }
+    }
+
+    // Sums of the warpgroups and digits in order, then of the CTAs of the cluster in order.
+    if (pass_atom > first_atom) __syncthreads();  // those before are read
+    const int row = warp % 4 * kAtomN + g;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float* to = partial + (warpgroup * kTileN + row + 8 * i) * kColumns + 2 * t;
+      *reinterpret_cast<float2*>(to) = make_float2(acc[2 * i], acc[2 * i + 1]);
+    }
+    __syncthreads();
+    const int rows = min(kTileN, (end_atom - pass_atom) * kAtomN);
+    for (int i = threadIdx.x; i < tokens * kTileN; i += S::kThreads) {
+      const int token = i / kTileN, row_of_pass = i % kTileN;
+      if (row_of_pass >= rows) continue;
+      const int64_t n = static_cast<int64_t>(pass_atom) * kAtomN + row_of_pass;
+      float value = 0.f;
+#pragma unroll
+      for (int digit = S::kDigits; digit-- > 0;) {
+#pragma unroll
+        for (int other = 0; other < S::kWarpgroups; ++other) {
+          value += partial[(other * kTileN + row_of_pass) * kColumns + digit * tokens + token];
+        }
+      }
+      if (not_finite[token] != 0 && n < args.n) {
+        const int64_t k_begin = static_cast<int64_t>(first_stage) * kStageK;
+        value = exact_sum(args, batch, token, n, k_begin, min(k_begin + stages * kStageK, args.k));
+      }
+      if (params.cluster == 1) {
+        finish(args, batch, token, n, value);
+      } else {
+        total[token * part_rows + (pass_atom - first_atom) * kAtomN + row_of_pass] = value;
+      }
+    }
+  }
+  if (params.cluster > 1) {
+    ptx::cluster_share();
+    const int rows = (end_atom - first_atom) * kAtomN;
+    for (int i = rank * S::kThreads + threadIdx.x; i < tokens * rows; i += params.cluster * S::kThreads) {
+      const int token = i / rows, row = i % rows;
+      float value = 0.f;
+      for (int other = 0; other < params.cluster; ++other) {
+        value += ptx::load_shared_of_rank(total + token * part_rows + row, other);
+      }
+      finish(args, batch, token, static_cast<int64_t>(first_atom) * kAtomN + row, value);
+    }
+    ptx::cluster_leave();
+  }
+#else
+  __trap();
+#endif
+}
+
+template <typename S>
+cudaError_t launch_shape(Params params, const Config& config, int shared_bytes, cudaStream_t stream) {
+  const int64_t stages = ceil_div(params.args.k, kStageK);
+  const int64_t atoms = ceil_div(params.args.n, kAtomN);
+  params.cluster = config.cluster;
+  params.atoms_each = static_cast<int>(atoms / config.parts);
+  params.atoms_over = static_cast<int>(atoms % config.parts);
+  params.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
+  if (int64_t{params.stages_each} * S::kStageBytes > shared_bytes) return cudaErrorInvalidConfiguration;
+  params.partial_at = params.stages_each * S::kStageBytes;
+  params.total_at = params.partial_at + S::kWarpgroups * kTileN * kColumns * 4;
+  const int64_t part_rows = (params.atoms_each + (params.atoms_over > 0)) * kAtomN;
+  const int64_t total = config.cluster > 1 ? params.args.m * part_rows * 4 : 0;
+  if (params.total_at + total > shared_bytes) return cudaErrorInvalidConfiguration;
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(config.parts * config.cluster), static_cast<unsigned>(params.args.batch));
+  shape.threads = S::kThreads;
+  shape.cluster = config.cluster;
+  shape.shared_bytes = params.total_at + static_cast<int>(total);
+  return launch_kernel(decode_matmul<S>, shape, stream, params);
+}
+
+template <int kBits>
+cudaError_t launch_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
+  Params params{};
+  params.args = args;
+  const int log2 = log2_group_blocks(args);
+  params.log2_group_blocks = log2 < 0 ? kNoGroups : log2;
+  params.aligned_x = args.k * element_size(args.x_dtype) % 16 == 0;
+  const bool plain = args.shift_mode == ShiftMode::kNone && element_size(args.scale_dtype) == 2;
+  if (args.x_dtype == DType::kF32) {
+    return plain ? launch_shape<Shape<kBits, 4, true>>(params, config, shared_bytes, stream)
+                 : launch_shape<Shape<kBits, 4, false>>(params, config, shared_bytes, stream);
+  }
+  return plain ? launch_shape<Shape<kBits, 3, true>>(params, config, shared_bytes, stream)
+               : launch_shape<Shape<kBits, 3, false>>(params, config, shared_bytes, stream);
+}
+
+}  // namespace wonly::decode

@@ -1,0 +1,24 @@
+// The product for one or two tokens on Hopper (matmul_decode.cuh), one compiled file per weight type.
+#pragma once
+
+#include "cuda/matmul.h"
+
+namespace wonly::decode {
+
+struct Config {
+  int cluster;  // CTAs along the inputs: 1, 2 or 4
+  int parts;    // that the outputs are cut into, 1 .. ceil(N / 16): a cluster takes one
+};
+
+constexpr int kMaxTokens = 2;
+
+// cudaErrorInvalidConfiguration when the activations of a CTA's inputs do not fit its shared memory.
+cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+
+// Group sizes, dtypes and sizes that the kernel takes; sm_90 only.
+bool supports(const MatmulArgs& args);
+
+cudaError_t launch_int4(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+cudaError_t launch_int8(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+
+}  // namespace wonly::decode
