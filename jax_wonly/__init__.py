@@ -17,6 +17,7 @@ from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._ffi import Status, ensure_registered, export_disabled_checks, status
 from jax_wonly._format import FORMAT_VERSION, pack, unpack
 from jax_wonly._matmul import matmul
+from jax_wonly._permuted import PermutedTensor
 from jax_wonly._quantize import dequantize, quantize
 from jax_wonly._sharding import device_put, local_shard, partition_specs, shardings
 from jax_wonly._tensor import QuantizedTensor
@@ -27,14 +28,19 @@ from jax_wonly.primitives.matmul import checkpoint_policy
 ensure_registered()
 
 
+# Imported once they are asked for: linen and nnx need Flax, which is optional, and nobody should wait for the others.
+_MODULES = ("checkpoint", "compat", "linen", "nnx")
+
+
 def __getattr__(name: str):
-    if name in ("linen", "nnx"):  # need Flax, which is optional
+    if name in _MODULES:
         return importlib.import_module(f"jax_wonly.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
     "FORMAT_VERSION",
+    "PermutedTensor",
     "QuantizedTensor",
     "Status",
     "__version__",

@@ -48,6 +48,11 @@ class Kernel:
         return bias.reshape(*(sizes[label] for label in self.batch), -1)
 
 
+def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    """Axes or sizes as Flax's layers take them: one, or several."""
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
 def dense_general(batch: Sequence[int], axis: Sequence[int], outputs: int, ndim: int) -> tuple[Labels, Kernel, Labels]:
     """The labels of input, kernel and result of a layer over several axes, as ``jax.lax.dot_general`` orders them.
 

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_wonly._abi import Activation, RowMode
+from jax_wonly._abi import RowMode
 from jax_wonly.primitives import experts, experts_sharding
 from jax_wonly.primitives.matmul import Params, epilogue
-from jax_wonly.primitives.matmul_sharding import splits
-
-Axes = tuple[str, ...]
+from jax_wonly.primitives.matmul_sharding import Axes, add_parts, axis_names, splits, usable
 
 
 def explicit_mesh(operands: Sequence[jax.Array]):
@@ -33,7 +31,7 @@ def _axes(a: jax.Array) -> list[Axes]:
     """The mesh axes of every dimension."""
     spec = tuple(jax.typeof(a).sharding.spec)
     spec += (None,) * (a.ndim - len(spec))
-    return [() if s is None else (s,) if isinstance(s, str) else tuple(s) for s in spec]
+    return [axis_names(s) for s in spec]
 
 
 class _Taken:
@@ -45,9 +43,7 @@ class _Taken:
 
     def take(self, axes: Axes, parts: int) -> Axes:
         """``axes``, unless they do not divide the dimension or have been given to another."""
-        size = math.prod(self.mesh.shape[a] for a in axes)
-        if size == 1 or parts % size or self.axes & set(axes):
-            return ()
+        axes = usable(self.mesh, axes, parts, self.axes)
         self.axes.update(axes)
         return axes
 
@@ -77,7 +73,7 @@ def _on_mesh(mesh, compute: Callable, operands: Sequence[jax.Array], specs, out)
 
 
 def matmul_on_mesh(mesh, product: Callable, operands: Sequence[jax.Array], ranks: Sequence[int], params: Params):
-    """``product(operands, params)``, each device with its shards.
+    """``product(*operands, params=params)``, each device with its shards.
 
     Args:
       mesh: the mesh of the operands.
@@ -105,11 +101,7 @@ def matmul_on_mesh(mesh, product: Callable, operands: Sequence[jax.Array], ranks
     local = p._replace(k=p.k // math.prod(mesh.shape[a] for a in k_axes))
 
     def compute(*operands):
-        if not k_axes:
-            return product(operands, local)
-        part = local._replace(has_bias=False, activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
-        operands, bias = (operands[:-1], operands[-1:]) if p.has_bias else (operands, ())
-        return epilogue(jax.lax.psum(product(operands, part), k_axes), bias, p)
+        return add_parts(k_axes, product, epilogue, operands, local)
 
     return _on_mesh(mesh, compute, operands, specs, (*batch, rows, n_axes))
 

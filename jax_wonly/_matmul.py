@@ -10,6 +10,7 @@ from jax import lax
 from jax_wonly import _ffi
 from jax_wonly._abi import Activation, ShiftMode
 from jax_wonly._explicit import explicit_mesh, matmul_on_mesh
+from jax_wonly._permuted import PermutedTensor
 from jax_wonly._quantize import shift_mode_of
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import broadcast_leads, check_array, check_finite, check_float_dtype, check_weights
@@ -41,7 +42,8 @@ def matmul(
 
     Args:
       x: float16, bfloat16 or float32 ``[..., K]``.
-      qw: a :class:`QuantizedTensor`, or a packed array uint32 ``[..., ceil(N / 64), ceil(K / tile_k), 512]``.
+      qw: a :class:`QuantizedTensor` or :class:`PermutedTensor`, or a packed array uint32 ``[..., ceil(N / 64), ceil(K /
+        tile_k), 512]``.
       scales: with a packed array, float16, bfloat16 or float32 ``[..., K / group_size, N]``; ``[..., 1, N]`` is per
         channel.
       zeros: uint8 or floating ``[..., K / group_size, N]``, or None: ``2**(bits - 1)``, or offsets.
@@ -62,6 +64,9 @@ def matmul(
       TypeError: an argument has a wrong type or dtype.
       ValueError: shapes do not fit, or an option is not one of those accepted.
     """
+    permutation = None
+    if isinstance(qw, PermutedTensor):
+        qw, permutation = qw.weight, qw.permutation
     if isinstance(qw, QuantizedTensor):
         if any(a is not None for a in (scales, zeros, offsets, bits)):
             raise TypeError(
@@ -83,6 +88,8 @@ def matmul(
     if k == 0:
         raise ValueError(f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., K] with K >= 1.")
     bits, k, n = check_weights(qw, scales, zeros, offsets, bits=bits, k=k)
+    if permutation is not None:
+        x = jnp.take(jnp.asarray(x), permutation, axis=-1)
     if bias is not None:
         check_array("bias", bias)
         if len(bias.shape) == 0 or bias.shape[-1] != n:
@@ -152,11 +159,15 @@ def _matmul(x, qw, scales, *rest, params: Params):
         x = x[None]
         operands = (x, *operands[1:])
     mesh = explicit_mesh(operands)
-    y = _product(operands, params) if mesh is None else matmul_on_mesh(mesh, _product, operands, _ranks(params), params)
+    y = (
+        _product(*operands, params=params)
+        if mesh is None
+        else matmul_on_mesh(mesh, _product, operands, _ranks(params), params)
+    )
     return y[..., 0, :] if vector else y
 
 
-def _product(operands, params: Params):
+def _product(*operands, params: Params):
     """The product of x ``[..., M, K]`` with weights whose leading axes broadcast."""
     x = operands[0]
     leads = [a.shape[: a.ndim - rank] for a, rank in zip(operands, _ranks(params), strict=True)]

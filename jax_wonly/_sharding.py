@@ -1,13 +1,13 @@
 """Placing a quantized weight over devices like the dense kernel that it stands for."""
 
 import math
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_wonly._format import TILE_N, tile_k
 from jax_wonly._tensor import QuantizedTensor
+from jax_wonly.primitives.matmul_sharding import axis_names
 
 
 def shardings(qt: QuantizedTensor, sharding: NamedSharding) -> QuantizedTensor:
@@ -63,7 +63,7 @@ def partition_specs(qt: QuantizedTensor, spec: PartitionSpec, mesh) -> Quantized
         ("K", qt.k, k_axes, {"a tile": tile_k(qt.bits)} | ({"a group": qt.k // groups} if groups > 1 else {})),
         ("N", qt.n, n_axes, {"a tile": TILE_N}),
     ]:
-        _check_split(qt, spec, name, size, math.prod(mesh.shape[a] for a in _names(axes)), units)
+        _check_split(qt, spec, name, size, math.prod(mesh.shape[a] for a in axis_names(axes)), units)
     per_group = k_axes if groups > 1 else None
 
     def parameter(a):
@@ -86,14 +86,10 @@ def local_shard(qt: QuantizedTensor, spec: PartitionSpec) -> QuantizedTensor:
       spec: of the dense kernel, as there.
     """
     k_axes, n_axes = (*spec, *(None,) * (qt.ndim - len(spec)))[-2:]
-    k_parts, n_parts = (math.prod(jax.lax.axis_size(a) for a in _names(axes)) for axes in (k_axes, n_axes))
+    k_parts, n_parts = (math.prod(jax.lax.axis_size(a) for a in axis_names(axes)) for axes in (k_axes, n_axes))
     return QuantizedTensor(
         qt.qvalue, qt.scales, qt.zeros, qt.offsets, bits=qt.bits, k=qt.k // k_parts, n=qt.n // n_parts
     )
-
-
-def _names(axes: Any) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def _check_split(qt: QuantizedTensor, spec, name: str, size: int, parts: int, units: dict[str, int]) -> None:

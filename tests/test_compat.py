@@ -108,7 +108,7 @@ def test_permuted_tensor_transforms(rng):
     gradient = jax.grad(lambda x: (x @ qt).sum())(jnp.asarray(x))
     np.testing.assert_allclose(gradient, np.tile(value.sum(1), (4, 1)), rtol=1e-4, atol=1e-3)
     bias = rng.normal(size=32).astype(np.float32)
-    y = qt.matmul(x, bias=bias, activation="relu", preferred_element_type=jnp.float32)
+    y = jw.matmul(x, qt, bias=bias, activation="relu", preferred_element_type=jnp.float32)
     np.testing.assert_allclose(y, np.maximum(x @ value + bias, 0), rtol=1e-4, atol=1e-3)
     with pytest.raises(ValueError, match="x has shape"):
         x[:, :64] @ qt

@@ -4,7 +4,7 @@
 >>> print(checkpoint)
 >>> y = x @ checkpoint["model.layers.0.mlp.up_proj.weight"]
 
-Needs the safetensors package (GGUF files do not). Nothing is ever unpickled or evaluated.
+Needs safetensors: ``pip install 'jax-wonly[checkpoint]'`` (GGUF files do not). Nothing is ever unpickled or evaluated.
 """
 
 import warnings
@@ -187,7 +187,7 @@ def _config_beside(path: Path) -> dict[str, Any]:
     return {}
 
 
-_METHODS = {name: name for name in ("awq", "gptq", "compressed-tensors", "hqq", "torchao")}
+_METHODS = ("awq", "gptq", "compressed-tensors", "hqq", "torchao")
 
 
 def _detect(files: SafetensorsFiles, config: Mapping[str, Any]) -> str:
@@ -202,7 +202,7 @@ def _detect(files: SafetensorsFiles, config: Mapping[str, Any]) -> str:
                 f"jax_wonly: checkpoints of quant_method={method!r} are not supported; accepted: "
                 f"{', '.join(map(repr, _METHODS))}."
             )
-        return _METHODS[method]
+        return method
     endings = {name[name.rfind(".") :] for name in files}
     if ".W_q" in endings:
         return "hqq"

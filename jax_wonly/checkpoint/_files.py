@@ -52,7 +52,7 @@ class SafetensorsFiles(Mapping[str, Stored]):
         try:
             from safetensors import SafetensorError, safe_open
         except ImportError as error:
-            raise ImportError("jax_wonly.checkpoint needs safetensors: pip install safetensors") from error
+            raise ImportError("jax_wonly.checkpoint needs safetensors: pip install 'jax-wonly[checkpoint]'") from error
 
         self._error = SafetensorError
         self._stored: dict[str, Stored] = {}

@@ -48,7 +48,7 @@ def save(
     try:
         from safetensors.numpy import save as serialize
     except ImportError as error:
-        raise ImportError("jax_wonly.checkpoint needs safetensors: pip install safetensors") from error
+        raise ImportError("jax_wonly.checkpoint needs safetensors: pip install 'jax-wonly[checkpoint]'") from error
 
     if format not in FORMATS:
         raise ValueError(f"jax_wonly: format={format!r} is not supported; accepted: {', '.join(map(repr, FORMATS))}.")

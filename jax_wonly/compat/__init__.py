@@ -4,6 +4,7 @@ format can hold what it writes, ``encode``. All of it is ``jax.numpy`` that runs
 ``jax_wonly.checkpoint`` reads and writes the files of these systems.
 """
 
+from jax_wonly._permuted import PermutedTensor
 from jax_wonly.compat import (
     awq,
     compressed_tensors,
@@ -16,7 +17,6 @@ from jax_wonly.compat import (
     qwix,
     torchao,
 )
-from jax_wonly.compat.permuted import PermutedTensor
 
 __all__ = [
     "PermutedTensor",

@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from jax_wonly import _format
 from jax_wonly._format import GROUP_SIZES, bias_of
+from jax_wonly._permuted import PermutedTensor
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import FLOATS, check_array
 
@@ -63,7 +64,8 @@ def unpack_bits(words: jax.Array, bits: int, count: int, axis: int = -1) -> jax.
     mask = np.uint32((1 << bits) - 1)
     if 32 % bits == 0:
         shifts = np.arange(0, 32, bits, dtype=np.uint32)
-        fields = ((words[..., None] >> shifts) & mask).reshape(*words.shape[:-1], -1)[..., :count]
+        fields = (words[..., None] >> shifts) & mask
+        fields = fields.reshape(*words.shape[:-1], words.shape[-1] * len(shifts))[..., :count]
     else:
         start = np.arange(count) * bits
         word, shift = start // 32, (start % 32).astype(np.uint32)
@@ -166,6 +168,39 @@ def codes_and_zeros(qt: QuantizedTensor, what: str) -> tuple[jax.Array, jax.Arra
     return codes, zeros
 
 
+def quantized_by_index(
+    codes: jax.Array, scales: jax.Array, zeros, g_idx, *, bits: int, group_size: int | None
+) -> QuantizedTensor | PermutedTensor:
+    """:func:`quantized` of codes ``[..., K, N]`` whose input ``k`` is in group ``g_idx[k]``; None: successive inputs.
+
+    Raises:
+      TypeError, ValueError: as :func:`quantized` and :func:`act_order`.
+    """
+    permutation, group_size = act_order(g_idx, codes.shape[-2], scales.shape[-2], group_size)
+    if permutation is None:
+        return quantized(codes, scales, zeros, bits=bits, group_size=group_size)
+    codes = jnp.take(codes, permutation, axis=-2)
+    weight = quantized(codes, scales, zeros, bits=bits, group_size=group_size)
+    return PermutedTensor(weight, jnp.asarray(permutation))
+
+
+def in_order(
+    qt: QuantizedTensor | PermutedTensor, what: str
+) -> tuple[QuantizedTensor, jax.Array, jax.Array, jax.Array]:
+    """The weight as it is stored, then its codes ``[..., K, N]`` and groups int32 ``[K]`` by input, and uint8 zeros.
+
+    Raises:
+      TypeError, ValueError: as :func:`codes_and_zeros`.
+    """
+    weight = qt.weight if isinstance(qt, PermutedTensor) else qt
+    codes, zeros = codes_and_zeros(weight, what)
+    g_idx = jnp.arange(weight.k, dtype=jnp.int32) // weight.group_size
+    if isinstance(qt, PermutedTensor):
+        order = jnp.argsort(qt.permutation)
+        codes, g_idx = jnp.take(codes, order, axis=-2), jnp.take(g_idx, order)
+    return weight, codes, g_idx, zeros
+
+
 def act_order(g_idx, k: int, groups: int, group_size: int | None) -> tuple[np.ndarray | None, int]:
     """``(permutation, group_size)`` of a weight whose input ``k`` is in group ``g_idx[k]``.
 
@@ -179,7 +214,7 @@ def act_order(g_idx, k: int, groups: int, group_size: int | None) -> tuple[np.nd
         raise TypeError("jax_wonly: g_idx is traced, and the result depends on its values; accepted: an array.")
     if k < 1 or groups < 1:
         raise ValueError(f"jax_wonly: K={k} in {groups} groups; accepted: at least 1 each.")
-    expected = group_size or -(-k // groups)
+    expected = min(group_size or -(-k // groups), k)
     if g_idx is None:
         return None, expected
     g_idx = np.asarray(g_idx)

@@ -5,26 +5,27 @@
 shift; ``w[n, k] = (q - z) * s``. "int-quantized": ``weight`` int8 ``[N, K]``, zeros int8.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jax_wonly._permuted import PermutedTensor
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import check_array
 from jax_wonly.compat._codes import (
-    act_order,
     as_words,
     check_bits_in,
     check_shape,
-    codes_and_zeros,
+    in_order,
     pack_bits,
-    quantized,
+    quantized_by_index,
     unpack_bits,
     without_midpoint_zeros,
     words_for,
 )
-from jax_wonly.compat.permuted import PermutedTensor
 
 BITS = tuple(range(1, 9))
 
@@ -35,12 +36,7 @@ def _finish(codes, scale, zeros, g_idx, bits: int, group_size: int | None) -> Qu
     zeros = None if zeros is None else without_midpoint_zeros(jnp.swapaxes(zeros, -1, -2), bits)
     if g_idx is not None and not isinstance(g_idx, Tracer) and (np.asarray(g_idx) == -1).all():
         g_idx = None  # never filled in
-    permutation, group_size = act_order(g_idx, codes.shape[-1], scale.shape[-2], group_size)
-    codes = jnp.swapaxes(codes, -1, -2)
-    if permutation is None:
-        return quantized(codes, scale, zeros, bits=bits, group_size=group_size)
-    weight = quantized(jnp.take(codes, permutation, axis=-2), scale, zeros, bits=bits, group_size=group_size)
-    return PermutedTensor(weight, jnp.asarray(permutation))
+    return quantized_by_index(jnp.swapaxes(codes, -1, -2), scale, zeros, g_idx, bits=bits, group_size=group_size)
 
 
 def decode_packed(
@@ -124,13 +120,8 @@ def encode_packed(qt: QuantizedTensor | PermutedTensor) -> dict:
     Raises:
       ValueError: the weight has floating zeros or offsets.
     """
-    weight = qt.weight if isinstance(qt, PermutedTensor) else qt
-    codes, zeros = codes_and_zeros(weight, "compressed-tensors")
-    arrays = {}
-    if isinstance(qt, PermutedTensor):
-        order = jnp.argsort(qt.permutation)
-        codes = jnp.take(codes, order, axis=-2)
-        arrays["weight_g_idx"] = jnp.take(jnp.arange(weight.k, dtype=jnp.int32) // weight.group_size, order)
+    weight, codes, g_idx, zeros = in_order(qt, "compressed-tensors")
+    arrays: dict[str, Any] = {"weight_g_idx": g_idx} if isinstance(qt, PermutedTensor) else {}
     arrays["weight_packed"] = pack_bits(jnp.swapaxes(codes, -1, -2), weight.bits).view(np.int32)
     arrays["weight_scale"] = jnp.swapaxes(weight.scales, -1, -2)
     arrays["weight_shape"] = np.array([weight.n, weight.k], np.int64)

@@ -5,23 +5,21 @@ lowest first, ``scales [K / G, N]`` and ``g_idx [K]``: ``w[k, n] = (q - z[g_idx[
 stores ``z - 1`` (modulo ``2**bits``), version 2 stores ``z``.
 """
 
-import jax.numpy as jnp
 import numpy as np
 
+from jax_wonly._permuted import PermutedTensor
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly.compat._codes import (
-    act_order,
     as_words,
     check_bits_in,
     check_shape,
-    codes_and_zeros,
+    in_order,
     pack_bits,
-    quantized,
+    quantized_by_index,
     unpack_bits,
     without_midpoint_zeros,
     words_for,
 )
-from jax_wonly.compat.permuted import PermutedTensor
 
 BITS = (2, 3, 4, 8)
 
@@ -64,16 +62,12 @@ def decode(
         )
     k = qweight.shape[-2] * 32 // bits
     check_shape("qzeros", qzeros, (groups, words_for(n, bits)), f"{groups} groups of scales, N={n}, {bits} bits")
-    permutation, group_size = act_order(g_idx, k, groups, group_size)
     codes = unpack_bits(qweight, bits, k, axis=-2)
     zeros = unpack_bits(qzeros, bits, n)
     if version == 1:
         zeros = (zeros + np.uint8(1)) & np.uint8(2**bits - 1)
     zeros = without_midpoint_zeros(zeros, bits)
-    if permutation is None:
-        return quantized(codes, scales, zeros, bits=bits, group_size=group_size)
-    weight = quantized(jnp.take(codes, permutation, axis=-2), scales, zeros, bits=bits, group_size=group_size)
-    return PermutedTensor(weight, jnp.asarray(permutation))
+    return quantized_by_index(codes, scales, zeros, g_idx, bits=bits, group_size=group_size)
 
 
 def encode(qt: QuantizedTensor | PermutedTensor, *, version: int = 1) -> dict:
@@ -83,18 +77,13 @@ def encode(qt: QuantizedTensor | PermutedTensor, *, version: int = 1) -> dict:
       ValueError: the weight has leading axes, floating zeros or offsets, or K or N does not fill whole words.
     """
     _check_version(version)
-    weight = qt.weight if isinstance(qt, PermutedTensor) else qt
-    codes, zeros = codes_and_zeros(weight, "GPTQ")
+    weight, codes, g_idx, zeros = in_order(qt, "GPTQ")
     bits, k, n = weight.bits, weight.k, weight.n
     if codes.ndim != 2 or k * bits % 32 or n * bits % 32:
         raise ValueError(
             f"jax_wonly: the weight has shape {weight.shape}; accepted for int{bits}: [K, N], both multiples of "
             f"{32 // bits}."
         )
-    g_idx = jnp.arange(k, dtype=jnp.int32) // weight.group_size
-    if isinstance(qt, PermutedTensor):
-        order = jnp.argsort(qt.permutation)
-        codes, g_idx = jnp.take(codes, order, axis=0), jnp.take(g_idx, order)
     if version == 1:
         zeros = (zeros - np.uint8(1)) & np.uint8(2**bits - 1)
     return {

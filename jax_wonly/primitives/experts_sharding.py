@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule
 
-from jax_wonly._abi import Activation, RowMode
+from jax_wonly._abi import RowMode
 from jax_wonly.primitives.matmul_sharding import (
+    Axes,
     RuleBuilder,
+    add_parts,
     axes_of,
     named,
     splits,
@@ -24,8 +26,6 @@ from jax_wonly.primitives.matmul_sharding import (
     usable,
     with_partitioning,
 )
-
-Axes = tuple[str, ...]
 
 
 def ids_of_sizes(sizes, m, start: Any = 0) -> jax.Array:
@@ -79,13 +79,11 @@ def compute(evaluate: Callable, epilogue: Callable, mesh, split: Split, params, 
         rows = jnp.where(rows < groups, rows, -1)
         local = local._replace(row_mode=RowMode.IDS)
     mine = rows - lax.axis_index(split.experts) * qw.shape[0] if split.experts else rows
-    if not summed:
-        return evaluate(x, qw, scales, mine, *rest, params=local)
-    # Each device has a part of the sum: float32 until all are added, and the epilogue once.
-    part = local._replace(has_bias=False, activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
-    rest, bias = (rest[:-1], rest[-1:]) if p.has_bias else (rest, ())
-    y = lax.psum(evaluate(x, qw, scales, mine, *rest, params=part), summed)
-    return epilogue(y, bias, rows, local)
+
+    def finish(y, bias, params):
+        return epilogue(y, bias, rows, params)
+
+    return add_parts(summed, evaluate, finish, (x, qw, scales, mine, *rest), local)
 
 
 def _rule(params, shapes, mesh, value_types, result_types) -> SdyShardingRule:

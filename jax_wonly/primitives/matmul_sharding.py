@@ -6,7 +6,7 @@ right.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_wonly._abi import Activation
 from jax_wonly._format import TILE_N, tile_k
+
+Axes = tuple[str, ...]
 
 
 def allow_partitioning(primitive) -> None:
@@ -108,20 +110,23 @@ def _rule(params, shapes, mesh, value_types, result_types) -> SdyShardingRule:
     return rule.build(operands, ArrayMapping("b", "m", outputs), split, {"n"} if p.transpose else {"k"})
 
 
-def axes_of(shape, dim: int) -> tuple[str, ...]:
+def axis_names(entry: Any) -> Axes:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_of(shape, dim: int) -> Axes:
     """The mesh axes that a dimension is split over."""
-    spec = tuple(shape.sharding.spec) + (None,) * len(shape.shape)
-    axes = spec[dim]
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    return axis_names((*shape.sharding.spec, *(None,) * len(shape.shape))[dim])
 
 
-def usable(mesh, axes: tuple[str, ...], parts: int, taken: tuple[str, ...]) -> tuple[str, ...]:
+def usable(mesh, axes: Axes, parts: int, taken: Iterable[str]) -> Axes:
     """``axes``, unless they do not divide the dimension or have been given to another."""
     size = math.prod(mesh.shape[a] for a in axes)
     return axes if size > 1 and parts % size == 0 and not set(axes) & set(taken) else ()
 
 
-def named(mesh, *dims: tuple[str, ...]) -> NamedSharding:
+def named(mesh, *dims: Axes) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in dims)))
 
 
@@ -165,15 +170,21 @@ def _partition(evaluate: Callable, epilogue: Callable, params, mesh, arg_shapes,
     local = p._replace(k=p.k // math.prod(mesh.shape[a] for a in k_axes))
 
     def compute(*operands):
-        if not summed:
-            return evaluate(*operands, params=local)
-        # Each device has a part of the sum: float32 until all are added, and the epilogue once.
-        part = local._replace(has_bias=False, activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
-        operands, bias = (operands[:-1], operands[-1:]) if p.has_bias else (operands, ())
-        y = jax.lax.psum(evaluate(*operands, params=part), summed)
-        return epilogue(y, bias, p)
+        return add_parts(summed, evaluate, epilogue, operands, local)
 
     return mesh, compute, named(mesh, lead, rows, outputs), tuple(shardings)
+
+
+def add_parts(axes: Axes, evaluate: Callable, epilogue: Callable, operands: Sequence[jax.Array], params) -> jax.Array:
+    """``evaluate(*operands, params=params)`` where each device along the mesh axes has a part of every sum.
+
+    The parts are float32 until all are added, and ``epilogue(y, bias, params)`` follows once.
+    """
+    if not axes:
+        return evaluate(*operands, params=params)
+    part = params._replace(has_bias=False, activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
+    operands, bias = (operands[:-1], operands[-1:]) if params.has_bias else (operands, ())
+    return epilogue(jax.lax.psum(evaluate(*operands, params=part), axes), bias, params)
 
 
 def with_partitioning(function: Callable, partition: Callable, rule: Callable, *operands: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ def _rint(x):
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
 
 
-def _divide(a, b):
+def divide(a, b):
     # XLA multiplies by the reciprocal of a broadcast divisor, which rounds differently; a selected one it leaves alone.
     return a / jnp.where(a == a, b, jnp.float32(1))
 
@@ -36,7 +36,7 @@ def _stored(x, dtype):
 
 
 def _scale(span, steps: int, dtype):
-    rounded = _divide(span, jnp.float32(steps)).astype(dtype)
+    rounded = divide(span, jnp.float32(steps)).astype(dtype)
     return _stored(jnp.minimum(rounded, jnp.finfo(dtype).max), dtype)
 
 
@@ -64,7 +64,7 @@ def reference(w, *, bits: int, group_size: int, mode: QuantizeMode, scale_dtype)
 
     if mode == QuantizeMode.SYMMETRIC:
         scales, s = _scale(jnp.max(jnp.abs(w), axis=2, keepdims=True), bias - 1, scale_dtype)
-        q = jnp.clip(_rint(_divide(w, s)), -bias, bias - 1) + bias
+        q = jnp.clip(_rint(divide(w, s)), -bias, bias - 1) + bias
         q = jnp.where(s == 0, bias, q)
     else:
         lo, hi = jnp.min(w, axis=2, keepdims=True), jnp.max(w, axis=2, keepdims=True)
@@ -73,18 +73,18 @@ def reference(w, *, bits: int, group_size: int, mode: QuantizeMode, scale_dtype)
         scales, s = _scale(hi - lo, top, scale_dtype)
         flat = s == 0
         if mode == QuantizeMode.INTEGER_ZEROS:
-            z = jnp.where(flat, 0, jnp.clip(_rint(_divide(-lo, s)), 0, top))
-            q = jnp.where(flat, z, jnp.clip(_rint(_divide(w, s)) + z, 0, top))
+            z = jnp.where(flat, 0, jnp.clip(_rint(divide(-lo, s)), 0, top))
+            q = jnp.where(flat, z, jnp.clip(_rint(divide(w, s)) + z, 0, top))
             zeros = z.astype(jnp.uint8)
         elif mode == QuantizeMode.FLOAT_ZEROS:
-            zeros, z = _stored(_divide(-lo, s), scale_dtype)
-            q = jnp.where(flat, 0, jnp.clip(_rint(_divide(w, s) + z), 0, top))
+            zeros, z = _stored(divide(-lo, s), scale_dtype)
+            q = jnp.where(flat, 0, jnp.clip(_rint(divide(w, s) + z), 0, top))
             constant = jnp.minimum(jnp.abs(lo).astype(scale_dtype), jnp.finfo(scale_dtype).max)
             scales = jnp.where(flat, constant, scales)
             zeros = jnp.where(flat, -jnp.sign(lo).astype(scale_dtype), zeros)
         else:
             zeros, o = _stored(lo, scale_dtype)
-            q = jnp.where(flat, 0, jnp.clip(_rint(_divide(w - o, s)), 0, top))
+            q = jnp.where(flat, 0, jnp.clip(_rint(divide(w - o, s)), 0, top))
         shift = (zeros.reshape(b, groups, n),)
     codes = q.astype(jnp.uint8).reshape(b, k, n)
     return pack(codes, bits), scales.reshape(b, groups, n), *shift

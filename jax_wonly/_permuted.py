@@ -8,8 +8,6 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jax_wonly._matmul import matmul
-
 
 @partial(jax.tree_util.register_dataclass, data_fields=("weight", "permutation"), meta_fields=())
 @dataclass(frozen=True, repr=False, eq=False)
@@ -52,18 +50,10 @@ class PermutedTensor:
     def __repr__(self) -> str:
         return f"PermutedTensor({self.weight!r})"
 
-    def matmul(self, x, **options) -> jax.Array:
-        """:func:`jax_wonly.matmul` of ``x [..., K]`` with this weight; ``options`` are its further arguments.
-
-        Raises:
-          TypeError, ValueError: as :func:`jax_wonly.matmul`.
-        """
-        if getattr(x, "shape", ())[-1:] != self.shape[-2:-1]:
-            return matmul(x, self.weight, **options)  # which says what is wrong
-        return matmul(jnp.take(jnp.asarray(x), self.permutation, axis=-1), self.weight, **options)
-
     def __rmatmul__(self, x) -> jax.Array:
-        return self.matmul(x)
+        from jax_wonly._matmul import matmul
+
+        return matmul(x, self)
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
         """The dense weight ``[..., K, N]``, inputs in their own order."""
