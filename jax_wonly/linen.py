@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jax_wonly._contraction import Einsum, Kernel, contract, dense_general
+from jax_wonly._contraction import Einsum, Kernel, as_tuple, contract, dense_general
 from jax_wonly._einsum import dot_general
 from jax_wonly._matmul import matmul
 from jax_wonly._model import Report, SkippedLayer, check_options, check_quantizable, choose, nbytes, report_layer
@@ -161,42 +161,41 @@ def quantize(
         )
     bytes_before = _bytes_of(flat)
 
-    plan: dict[tuple[str, ...], tuple[Layer, dict[str, Any]]] = {}
+    plan: dict[tuple[str, ...], tuple[str, Kernel, dict[str, Any]]] = {}
     skipped = []
     for path, value in flat.items():
         if len(getattr(nn.meta.unbox(value), "shape", ())) < 2 or path[-1] == "bias":
             continue
         where = "/".join(path[:-1])
         layer = _layer_of(path, value, layers, embeddings)
-        chosen: dict[str, Any] | str
-        if isinstance(layer, str) or layer.kernel is None:
-            chosen = layer if isinstance(layer, str) else layer.refusal or ""
+        name = path[-1] if isinstance(layer, str) else layer.type
+        if isinstance(layer, str):
+            chosen: dict[str, Any] | str = layer
+        elif layer.kernel is None:
+            chosen = layer.refusal or ""
         else:
             inputs = _arranged_shape(layer.kernel, value)[-2]
             chosen = choose(where, value, value.dtype, inputs, arguments, predicate)
-        if isinstance(chosen, str) or isinstance(layer, str):
-            kernel = nn.meta.unbox(value)
-            name = path[-1] if isinstance(layer, str) else layer.type
-            skipped.append(SkippedLayer("/".join(path), name, tuple(kernel.shape), nbytes(kernel), str(chosen)))
-        else:
-            plan[path] = (layer, chosen)
+            if not isinstance(chosen, str):
+                plan[path] = name, layer.kernel, chosen
+                continue
+        dense = nn.meta.unbox(value)
+        skipped.append(SkippedLayer("/".join(path), name, tuple(dense.shape), nbytes(dense), str(chosen)))
     check_quantizable(
-        ("/".join(path[:-1]), flat[path], _arranged_shape(layer.kernel, flat[path]), chosen)
-        for path, (layer, chosen) in plan.items()
-        if layer.kernel is not None
+        ("/".join(path[:-1]), flat[path], _arranged_shape(kernel, flat[path]), chosen)
+        for path, (_, kernel, chosen) in plan.items()
     )
 
     def work():
-        for path, (layer, chosen) in plan.items():
-            kernel = flat.pop(path)
-            assert layer.kernel is not None
-            arranged = functools.partial(layer.kernel.arrange, jnp.asarray(kernel))
+        for path, (name, kernel, chosen) in plan.items():
+            dense = flat.pop(path)
+            arranged = functools.partial(kernel.arrange, jnp.asarray(dense))
             weight = quantize_array(arranged(), **chosen)
-            report = report_layer("/".join(path[:-1]), layer.type, kernel, weight, arranged if measure_error else None)
+            report = report_layer("/".join(path[:-1]), name, dense, weight, arranged if measure_error else None)
             flat[path] = weight
             del arranged
-            if donate and isinstance(kernel, jax.Array) and not isinstance(kernel, Tracer):
-                kernel.delete()
+            if donate and isinstance(dense, jax.Array) and not isinstance(dense, Tracer):
+                dense.delete()
             yield report
 
     order = list(flat)
@@ -317,8 +316,8 @@ def _contraction(
     if type_ is nn.Dense:
         return dense_general((), (ndim - 1,), 1, ndim)
     # Linen sorts its axes too.
-    batch, axis = (tuple(sorted(a % ndim for a in _tuple(axes))) for axes in (module.batch_dims, module.axis))
-    return dense_general(batch, axis, len(_tuple(module.features)), ndim)
+    batch, axis = (tuple(sorted(a % ndim for a in as_tuple(axes))) for axes in (module.batch_dims, module.axis))
+    return dense_general(batch, axis, len(as_tuple(module.features)), ndim)
 
 
 def _product(module: Any, weight: QuantizedTensor, inputs: Any, einsum_str: str | None = None) -> jax.Array:
@@ -331,7 +330,7 @@ def _product(module: Any, weight: QuantizedTensor, inputs: Any, einsum_str: str 
     else:
         lhs, kernel, result = _contraction(module, type_, inputs)
         sizes = dict(zip(lhs, inputs.shape, strict=True)) | dict(
-            zip(kernel.outputs, _tuple(module.features), strict=True)
+            zip(kernel.outputs, as_tuple(module.features), strict=True)
         )
     shape = tuple(
         math.prod(sizes[label] for label in labels)
@@ -372,10 +371,6 @@ def _attend(module: Any, weight: QuantizedTensor, query: Any) -> jax.Array:
 def _like(weight: QuantizedTensor) -> jax.Array:
     """Stands for the dense kernel where types are promoted."""
     return jnp.zeros((0,), weight.dtype)
-
-
-def _tuple(value: Any) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def kernel_init(

@@ -681,3 +681,20 @@ def test_error_is_measured_in_pieces(monkeypatch):
         dense = np.asarray(kernel, np.float64)
         expected = np.linalg.norm(np.asarray(weight.dequantize(), np.float64) - dense) / np.linalg.norm(dense)
         assert whole == pytest.approx(expected, rel=1e-4)
+
+
+def test_quantize_abstract_model():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(256, 64, rngs=rngs)
+            self.heads = nnx.LinearGeneral((4, 64), (2, 32), axis=(-2, -1), rngs=rngs)
+            self.embed = nnx.Embed(100, 96, rngs=rngs)
+
+    concrete, abstract = Model(nnx.Rngs(0)), nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    options = {"embeddings": True, "predicate": lambda path, layer: {"group_size": 32} if path == "embed" else True}
+    expected, report = quantize(concrete, measure_error=False, **options), quantize(abstract, **options)
+    assert {layer.path: layer for layer in report.layers} == {layer.path: layer for layer in expected.layers}
+    assert len(report.layers) == 3 and abstract.linear.kernel.shape == (256, 64)
+    shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), nnx.state(model)) for model in (abstract, concrete)]
+    assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(abstract)))

@@ -14,10 +14,10 @@ try:
 except ImportError as error:
     raise ImportError("loading into a model needs Flax: pip install 'jax-wonly[flax]'") from error
 
+from jax_wonly._permuted import PermutedTensor
 from jax_wonly._tensor import QuantizedTensor
-from jax_wonly.compat import PermutedTensor
 from jax_wonly.nnx import QuantizedLayer, QuantizedLinear, QuantizedParam
-from jax_wonly.nnx._replace import _replacement, replace
+from jax_wonly.nnx._replace import abstract_layer, arranged_shape, replace, replacement_for
 from jax_wonly.progress import progress as progress_bar
 
 Rename = Callable[[str], str | None] | Sequence[tuple[str, str | None]]
@@ -80,30 +80,16 @@ class _Target:
     attribute: str
 
     @property
-    def is_weight(self) -> bool:
-        """Whether a quantized weight can be there, in a layer that is quantized or can be."""
-        if isinstance(self.module, QuantizedLayer):
-            return self.attribute == self.module.parameter
-        type_ = _replacement(self.module)
-        return type_ is not None and self.attribute == type_.parameter and type_.refuses(self.module) is None
-
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        """``[..., K, N]``."""
-        if isinstance(self.module, QuantizedLayer):
-            return (*self.module.qvalue.shape[:-3], self.module.k, self.module.n)
-        arrange = functools.partial(_type_of(self.module).arrange, self.module)
-        return jax.eval_shape(arrange, jax.ShapeDtypeStruct(self.variable.shape, self.variable.dtype)).shape
+    def layer_type(self) -> type[QuantizedLayer] | None:
+        """What the module is or becomes with a quantized weight here; None where there cannot be one."""
+        type_ = type(self.module) if isinstance(self.module, QuantizedLayer) else replacement_for(self.module)
+        if type_ is None or self.attribute != type_.parameter:
+            return None
+        return type_ if isinstance(self.module, type_) or type_.refuses(self.module) is None else None
 
     @property
     def variable(self) -> nnx.Variable:
         return getattr(self.module, self.attribute)
-
-
-def _type_of(dense: nnx.Module) -> type[QuantizedLayer]:
-    type_ = _replacement(dense)
-    assert type_ is not None
-    return type_
 
 
 def _targets(model: nnx.Module) -> Iterator[tuple[str, _Target]]:
@@ -126,7 +112,7 @@ def tensors_of(model: nnx.Module) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for name, target in _targets(model):
         module = target.module
-        if isinstance(module, QuantizedLayer) and target.is_weight:
+        if isinstance(module, QuantizedLayer) and target.layer_type:
             tensors[name] = module.weight if isinstance(module, PermutedLinear) else module.kernel
         else:
             tensors[name] = target.variable[...]
@@ -187,7 +173,7 @@ def load_into(
         have one name; a shape is another one; or a tensor is damaged.
     """
     _check_model(model)
-    if isinstance(model, QuantizedLayer) or _replacement(model) is not None:
+    if isinstance(model, QuantizedLayer) or replacement_for(model) is not None:
         raise ValueError(f"jax_wonly: model is itself a {type(model).__name__}, which cannot be replaced in place.")
     targets = dict(_targets(model))
     sources: dict[str, tuple[str, bool]] = {}
@@ -224,7 +210,7 @@ def load_into(
         if isinstance(stored, _Weight) and not isinstance(values[target], type(stored)):
             dequantized.append(target)
 
-    layers = {t: _layer_for(targets[t].module, v) for t, v in values.items() if isinstance(v, _Weight)}
+    layers = {t: _layer_for(targets[t], v) for t, v in values.items() if isinstance(v, _Weight)}
     # From here on nothing fails.
     for target, value in values.items():
         if target in layers:
@@ -239,18 +225,21 @@ def load_into(
 
 def _fitted(target: _Target, value: Any, from_torch: bool) -> Any:
     """``value`` as the place wants it: quantized where a layer can be, else dense, of its type and shape."""
+    type_ = target.layer_type
+    is_quantized = type_ is not None and isinstance(target.module, QuantizedLayer)
     if isinstance(value, _Weight):
-        if target.is_weight and (
+        if type_ is not None and (
             isinstance(value, QuantizedTensor) or isinstance(target.module, nnx.Linear | QuantizedLinear)
         ):
-            _check_shape(value.shape, target.weight_shape)
+            expected = target.module.kernel.shape if is_quantized else arranged_shape(type_, target.module)
+            _check_shape(value.shape, expected)
             return value
-        if isinstance(target.module, QuantizedLayer) and target.is_weight:
+        if is_quantized:
             raise ValueError("jax_wonly: the layer is quantized, and cannot take a weight with permuted inputs")
         # An embedding [V, D] is the weight [D, V] of the products that it is made for.
         dense = value.dequantize(target.variable.dtype)
         dense = jnp.swapaxes(dense, -1, -2) if target.attribute == "embedding" else dense
-    elif isinstance(target.module, QuantizedLayer) and target.is_weight:
+    elif is_quantized:
         raise ValueError("jax_wonly: the layer is quantized, and the checkpoint has a dense array")
     else:
         dense = jnp.asarray(value)
@@ -266,24 +255,20 @@ def _check_shape(found: Sequence[int], expected: Sequence[int]) -> None:
         raise ValueError(f"jax_wonly: the checkpoint has shape {tuple(found)}, and the model {tuple(expected)}")
 
 
-def _layer_for(layer: Any, value: _Weight) -> QuantizedLayer:
-    """The layer that takes a weight: ``layer``, or a new one that is so in everything else and shares its bias."""
-    permuted = isinstance(value, PermutedTensor)
+def _layer_for(target: _Target, value: _Weight) -> QuantizedLayer:
+    """The layer that takes a weight: that of the model, or a new one that is so in everything else."""
+    layer, permuted = target.module, isinstance(value, PermutedTensor)
     if not isinstance(layer, QuantizedLayer):
-        type_ = PermutedLinear if permuted else _type_of(layer)
-        # Traced, so that nothing is quantized on the way.
-        make = functools.partial(type_.from_dense, bits=4, group_size=None)
-        new: Any = nnx.eval_shape(make, layer)
-    elif permuted and not isinstance(layer, PermutedLinear):
-        make = functools.partial(PermutedLinear, layer.k, layer.n, group_size=None, use_bias=False)
-        new = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
-        for name in set(vars(new)) - {"bias", "permutation", "qvalue", "scales", "zeros", "offsets"}:
-            if not name.startswith("_pytree__"):
-                setattr(new, name, getattr(layer, name))
-    else:
+        type_: Any = PermutedLinear if permuted else target.layer_type
+        return abstract_layer(type_, layer, group_size=None)
+    if not permuted or isinstance(layer, PermutedLinear):
         return layer
-    if hasattr(new, "bias"):
-        new.bias = nnx.data(getattr(layer, "bias", None))
+    make = functools.partial(PermutedLinear, layer.k, layer.n, group_size=None, use_bias=False)
+    new = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    for name in set(vars(new)) - {"permutation", "qvalue", "scales", "zeros", "offsets"}:
+        if not name.startswith("_pytree__"):
+            value = getattr(layer, name)
+            setattr(new, name, nnx.data(value) if name == "bias" else value)
     return new
 
 

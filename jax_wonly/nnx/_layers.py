@@ -10,7 +10,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype as default_promote_dtype
 from flax.nnx.nn.linear import default_bias_init, default_embed_init, default_kernel_init
 
-from jax_wonly._contraction import Einsum, Kernel, contract, dense_general
+from jax_wonly._contraction import Einsum, Kernel, as_tuple, contract, dense_general
 from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._matmul import matmul
 from jax_wonly._model import options_of
@@ -114,10 +114,7 @@ class QuantizedLayer(nnx.Module):
     def kernel(self) -> QuantizedTensor:
         """The quantized weight ``[..., K, N]``."""
         return QuantizedTensor(
-            self.qvalue[...],
-            self.scales[...],
-            None if self.zeros is None else self.zeros[...],
-            None if self.offsets is None else self.offsets[...],
+            *(None if a is None else a.get_value() for a in (self.qvalue, self.scales, self.zeros, self.offsets)),
             bits=self.bits,
             k=self.k,
             n=self.n,
@@ -383,9 +380,9 @@ class QuantizedLinearGeneral(QuantizedLayer):
         _accept_only("kernel_metadata", kernel_metadata or None, None)
         _accept_only("dot_general", dot_general, None, jax.lax.dot_general)
         _accept_only("dot_general_cls", dot_general_cls, None)
-        self.in_features = _tuple(in_features)
-        self.out_features = _tuple(out_features)
-        self.axis = _tuple(axis)
+        self.in_features = as_tuple(in_features)
+        self.out_features = as_tuple(out_features)
+        self.axis = as_tuple(axis)
         self.batch_sizes = tuple((batch_axis or {}).items())
         given = kernel_init
         if not isinstance(given, _Given):
@@ -454,10 +451,6 @@ class QuantizedLinearGeneral(QuantizedLayer):
         inputs, bias = _promote(self, inputs)
         outputs = contract(inputs, self.kernel, lhs, kernel, result, sizes, bias, **_product_options(self))
         return outputs if out_sharding is None else jax.sharding.reshard(outputs, out_sharding)
-
-
-def _tuple(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 class QuantizedEinsum(QuantizedLayer):
@@ -662,7 +655,7 @@ class QuantizedExperts(QuantizedLayer):
 
     @classmethod
     def refuses(cls, dense: nnx.Linear) -> str | None:
-        if dense.kernel[...].ndim != 3:
+        if len(dense.kernel.shape) != 3:
             return f"its kernel has shape {tuple(dense.kernel.shape)}, not [experts, inputs, outputs]"
         return QuantizedLinear.refuses(dense)
 

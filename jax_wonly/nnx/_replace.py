@@ -41,8 +41,8 @@ def quantize(
     ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and, if asked for, ``nnx.Embed`` are replaced, and so is a
     subclass that inherits the methods of one. A layer held in several places stays shared. A layer that computes
     something else, or whose number of inputs is not a multiple of ``group_size``, stays dense and is listed in
-    ``Report.skipped``; ask for another group size for it with ``predicate``. When this raises, nothing has been
-    changed.
+    ``Report.skipped``; ask for another group size for it with ``predicate``. An abstract model (``nnx.eval_shape``)
+    becomes an abstract quantized one. When this raises, nothing has been changed.
 
     Args:
       model: a module with such layers somewhere below it.
@@ -67,7 +67,7 @@ def quantize(
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"jax_wonly: model is a {type(model).__name__}, not an nnx.Module")
-    if replacement := _replacement(model):
+    if replacement := replacement_for(model):
         raise ValueError(
             f"jax_wonly: model is itself an nnx.{replacement.dense_type.__name__}, which cannot be replaced in place; "
             f"use {replacement.__name__}.from_dense(model)."
@@ -103,20 +103,22 @@ class _Planned:
     options: dict[str, Any]
 
     @property
-    def dense_kernel(self) -> jax.Array:
-        return getattr(self.dense, self.type.parameter)[...]
+    def dense_kernel(self) -> jax.Array | jax.ShapeDtypeStruct:
+        return getattr(self.dense, self.type.parameter).get_value()
 
     @property
     def arranged_shape(self) -> tuple[int, ...]:
-        return _arranged_shape(self.type, self.dense)
+        return arranged_shape(self.type, self.dense)
 
 
-def _replacement(module: nnx.Module) -> type[QuantizedLayer] | None:
+def replacement_for(module: nnx.Module) -> type[QuantizedLayer] | None:
+    """The quantized layer that takes the place of a module; None if there is none."""
     return next((type_ for type_ in REPLACEMENTS if isinstance(module, type_.dense_type)), None)
 
 
-def _arranged_shape(type_: type[QuantizedLayer], dense: Any) -> tuple[int, ...]:
-    kernel = getattr(dense, type_.parameter)[...]
+def arranged_shape(type_: type[QuantizedLayer], dense: Any) -> tuple[int, ...]:
+    """``[..., K, N]`` of the weight that ``type_`` has in the place of a dense layer, which may be abstract."""
+    kernel = getattr(dense, type_.parameter)
     like = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
     return jax.eval_shape(functools.partial(type_.arrange, dense), like).shape
 
@@ -128,7 +130,7 @@ def _plan(
     plan: dict[int, _Planned] = {}
     skipped: list[SkippedLayer] = []
     for path, module in modules(model):
-        type_ = _replacement(module)
+        type_ = replacement_for(module)
         if type_ is None:
             skipped += _dense_matrices(path, module)
             continue
@@ -136,7 +138,7 @@ def _plan(
         if isinstance(chosen, str):
             kernel = getattr(module, type_.parameter)
             name = type(module).__name__
-            skipped.append(SkippedLayer(path, name, tuple(kernel.shape), nbytes(kernel[...]), chosen))
+            skipped.append(SkippedLayer(path, name, tuple(kernel.shape), nbytes(kernel), chosen))
         else:
             plan[id(module)] = _Planned(path, module, type_, chosen)
     return plan, tuple(skipped)
@@ -155,8 +157,8 @@ def _choose(
         return "embeddings=True was not asked for"
     if refusal := type_.refuses(module):
         return refusal
-    kernel = getattr(module, type_.parameter)[...]
-    return choose(path, module, kernel.dtype, _arranged_shape(type_, module)[-2], arguments, predicate)
+    kernel = getattr(module, type_.parameter)
+    return choose(path, module, kernel.dtype, arranged_shape(type_, module)[-2], arguments, predicate)
 
 
 def replace(
@@ -200,10 +202,22 @@ def replace(
 
 
 def _quantize_layer(planned: _Planned, measure_error: bool) -> tuple[QuantizedLayer, LayerReport]:
-    dense, type_ = planned.dense, planned.type
-    layer = type_.from_dense(dense, **planned.options)
-    arranged = functools.partial(type_.arrange, dense, planned.dense_kernel) if measure_error else None
-    return layer, report_layer(planned.path, type(dense).__name__, planned.dense_kernel, layer.kernel, arranged)
+    dense, type_, kernel = planned.dense, planned.type, planned.dense_kernel
+    arranged = None
+    if isinstance(kernel, jax.ShapeDtypeStruct):
+        layer = abstract_layer(type_, dense, **planned.options)
+    else:
+        layer = type_.from_dense(dense, **planned.options)
+        arranged = functools.partial(type_.arrange, dense, kernel) if measure_error else None
+    return layer, report_layer(planned.path, type(dense).__name__, kernel, layer.kernel, arranged)
+
+
+def abstract_layer(type_: type[QuantizedLayer], dense: Any, **options: Any) -> Any:
+    """``type_.from_dense(dense, **options)`` with shapes in the place of its own arrays; nothing is quantized."""
+    layer: Any = nnx.eval_shape(functools.partial(type_.from_dense, **options), dense)
+    if hasattr(layer, "bias"):
+        layer.bias = nnx.data(dense.bias)
+    return layer
 
 
 def modules(model: nnx.Module) -> Iterator[tuple[str, nnx.Module]]:
@@ -218,7 +232,7 @@ def _dense_matrices(path: str, module: nnx.Module) -> Iterator[SkippedLayer]:
     for attribute, value in vars(module).items():
         if isinstance(value, nnx.Param) and len(value.shape) >= 2:
             where = f"{path}/{attribute}" if path else attribute
-            yield SkippedLayer(where, name, tuple(value.shape), nbytes(value[...]), f"{name} is none of {accepted}")
+            yield SkippedLayer(where, name, tuple(value.shape), nbytes(value), f"{name} is none of {accepted}")
 
 
 def model_bytes(model: nnx.Module) -> int:
