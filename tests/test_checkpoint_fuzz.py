@@ -12,15 +12,15 @@ safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is no
 
 from jax_wonly import checkpoint  # noqa: E402
 
-CASES = int(os.environ.get("JAX_WONLY_FUZZ_CASES", "16"))  # of each format
+CASES = int(os.environ.get("JAX_WONLY_FUZZ_CASES", "12"))  # of each format
 FLOATS = (np.float16, np.float32, ml_dtypes.bfloat16)
 DTYPES = (*FLOATS, np.int8, np.uint8, np.int32, np.uint32, np.int64, np.float64, np.bool_)
 
 
 def sound(rng, format: str):
     """Tensors by suffix, and a configuration."""
-    n, k = int(rng.choice([8, 16, 32])), int(rng.choice([32, 64, 96, 128, 224]))
-    size = int(rng.choice([16, 32, 64, 128, k]))
+    n, k = int(rng.choice([8, 32])), int(rng.choice([32, 128, 224]))  # few, for each is compiled
+    size = int(rng.choice([16, 32, 64, k]))
     groups = -(-k // size)
     bits = int(rng.choice({"gptq": (2, 3, 4, 8), "mlx": (2, 3, 4, 5, 6, 8), "awq": (4,)}.get(format, (1, 2, 3, 4, 8))))
 
@@ -102,7 +102,7 @@ def test_damaged_weights(rng, tmp_path, format):
     read = 0
     for i in range(CASES):
         tensors, config, header = sound(rng, format)
-        if i >= 8:
+        if i >= 6:
             damaged(rng, tensors, config, header)
         metadata = (
             {"jax_wonly": json.dumps({"version": 1, "tensors": {"x": header}})} if format == "jax_wonly" else None
