@@ -27,7 +27,7 @@ def gptq(
     scale_dtype=None,
     damping: float = 0.01,
     act_order: bool | str = False,
-    clip: bool = False,
+    clip: bool = True,
 ) -> QuantizedTensor | PermutedTensor:
     """GPTQ: rounds the inputs' weights one after the other, and changes those still to come so that the outputs stay.
 
@@ -46,7 +46,8 @@ def gptq(
       act_order: False: in the order of the inputs. True: the largest inputs first, in groups of that order, which
         gives a :class:`~jax_wonly.compat.PermutedTensor`: x is gathered at each product. ``"static"``: the largest
         first, in groups of neighbours whose grids come from the weights as given; nothing is gathered then.
-      clip: whether the extremes of groups are clipped as by :func:`mse` (with the moments of the group's inputs).
+      clip: whether the extremes of groups are clipped as by :func:`mse` (with the moments of the group's inputs); plain
+        GPTQ does not.
 
     Raises:
       TypeError, ValueError: as ``jax_wonly.quantize``, or another argument does not fit.
