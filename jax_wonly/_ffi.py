@@ -19,6 +19,7 @@ import jax.ffi
 from jaxlib.version import __version__ as jaxlib_version
 
 from jax_wonly import _abi
+from jax_wonly._validate import check_choice
 
 # XLA's custom-call platform names for the two modules.
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -134,9 +135,7 @@ def resolve_implementation(implementation: str | None) -> str | None:
     if implementation is None:
         implementation = os.environ.get("JAX_WONLY_IMPLEMENTATION") or None
         name = "JAX_WONLY_IMPLEMENTATION"
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        accepted = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise ValueError(f"jax_wonly: {name}={implementation!r} is not supported; accepted: None, {accepted}.")
+    check_choice(name, implementation, (None, *IMPLEMENTATIONS))
     return implementation
 
 

@@ -13,7 +13,14 @@ from jax_wonly._explicit import explicit_mesh, matmul_on_mesh
 from jax_wonly._permuted import PermutedTensor
 from jax_wonly._quantize import shift_mode_of
 from jax_wonly._tensor import QuantizedTensor
-from jax_wonly._validate import broadcast_leads, check_array, check_finite, check_float_dtype, check_weights
+from jax_wonly._validate import (
+    broadcast_leads,
+    check_array,
+    check_choice,
+    check_finite,
+    check_float_dtype,
+    check_weights,
+)
 from jax_wonly.primitives.matmul import Params
 from jax_wonly.primitives.matmul import matmul as _bind
 
@@ -125,14 +132,8 @@ def matmul(
 
 
 def resolve_activation(activation: str | None) -> Activation:
-    if activation is None:
-        return Activation.NONE
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"jax_wonly: activation={activation!r} is not supported; accepted: None, "
-            f"{', '.join(map(repr, ACTIVATIONS))}."
-        )
-    return ACTIVATIONS[activation]
+    check_choice("activation", activation, (None, *ACTIVATIONS))
+    return Activation.NONE if activation is None else ACTIVATIONS[activation]
 
 
 def resolve_precision(precision) -> lax.Precision | None:

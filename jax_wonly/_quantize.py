@@ -15,6 +15,7 @@ from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import (
     broadcast_leads,
     check_array,
+    check_choice,
     check_float_dtype,
     check_group_size,
     check_weights,
@@ -75,8 +76,7 @@ def quantize(
     if len(w.shape) < 2 or 0 in w.shape[-2:]:
         raise ValueError(f"jax_wonly: w has shape {tuple(w.shape)}; accepted: [..., K, N] with K, N >= 1.")
     k, n = w.shape[-2:]
-    if mode not in MODES:
-        raise ValueError(f"jax_wonly: mode={mode!r} is not supported; accepted: {', '.join(map(repr, MODES))}.")
+    check_choice("mode", mode, MODES)
     group_size = check_group_size(group_size, k)
     scale_dtype = jnp.dtype(w.dtype) if scale_dtype is None else check_float_dtype("scale_dtype", scale_dtype)
     implementation = _ffi.resolve_implementation(implementation)

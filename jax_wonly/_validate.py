@@ -1,5 +1,8 @@
 """Checks at the door: every message names the argument, its value and what is accepted."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,6 +20,13 @@ def check_array(name: str, value, dtypes: tuple[str, ...] = FLOATS):
     if str(value.dtype) not in dtypes:
         raise TypeError(f"jax_wonly: {name} has dtype {value.dtype}; accepted: {', '.join(dtypes)}.")
     return value
+
+
+def check_choice(name: str, value: Any, accepted: Iterable[Any]) -> None:
+    """Raises ValueError unless ``value`` is one of those accepted."""
+    accepted = tuple(accepted)
+    if value not in accepted:
+        raise ValueError(f"jax_wonly: {name}={value!r} is not supported; accepted: {', '.join(map(repr, accepted))}.")
 
 
 def check_float_dtype(name: str, dtype) -> jnp.dtype:

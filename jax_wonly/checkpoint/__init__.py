@@ -13,6 +13,7 @@ from collections.abc import ItemsView, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_wonly._validate import check_choice
 from jax_wonly.checkpoint._files import (
     FormatError,
     GgufFile,
@@ -139,10 +140,7 @@ def load(
       ValueError: ``format`` or ``inexact`` is not one of those accepted.
     """
     for name, value, accepted in (("format", format, FORMATS), ("inexact", inexact, INEXACT)):
-        if value not in accepted:
-            raise ValueError(
-                f"jax_wonly: {name}={value!r} is not supported; accepted: {', '.join(map(repr, accepted))}."
-            )
+        check_choice(name, value, accepted)
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"jax_wonly: {path} does not exist.")

@@ -14,6 +14,7 @@ import numpy as np
 from jax_wonly._format import GROUP_SIZES
 from jax_wonly._quantize import quantize
 from jax_wonly._tensor import QuantizedTensor
+from jax_wonly._validate import check_choice
 from jax_wonly.checkpoint._files import FormatError, GgufFile, SafetensorsFiles
 from jax_wonly.compat import PermutedTensor, awq, compressed_tensors, gptq, hqq, llama_cpp, mlx, torchao
 from jax_wonly.compat._codes import supported_group, words_for
@@ -158,8 +159,10 @@ def _is_exact(group_size: int, k: int) -> bool:
 def _check_one_of(config: Mapping[str, Any], key: str, accepted: tuple, default) -> Any:
     value = config.get(key)
     value = default if value is None else value
-    if value not in accepted:
-        raise FormatError(f"jax_wonly: {key}={value!r} is not supported; accepted: {', '.join(map(repr, accepted))}.")
+    try:
+        check_choice(key, value, accepted)
+    except ValueError as error:
+        raise FormatError(str(error)) from None
     return value
 
 

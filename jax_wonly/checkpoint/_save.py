@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jax_wonly._tensor import QuantizedTensor
+from jax_wonly._validate import check_choice
 from jax_wonly.checkpoint._files import replace_atomically
 from jax_wonly.checkpoint._formats import OWN_KEY, OWN_VERSION
 from jax_wonly.compat import PermutedTensor, compressed_tensors, gptq
@@ -50,8 +51,7 @@ def save(
     except ImportError as error:
         raise ImportError("jax_wonly.checkpoint needs safetensors: pip install 'jax-wonly[checkpoint]'") from error
 
-    if format not in FORMATS:
-        raise ValueError(f"jax_wonly: format={format!r} is not supported; accepted: {', '.join(map(repr, FORMATS))}.")
+    check_choice("format", format, FORMATS)
     path = Path(path)
     if path.suffix == ".safetensors" and format != "jax_wonly":
         raise ValueError(f"jax_wonly: path={str(path)!r} is a file; accepted for {format!r}: a folder.")

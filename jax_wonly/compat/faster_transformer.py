@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_wonly._format import check_bits
-from jax_wonly._validate import check_array
+from jax_wonly._validate import check_array, check_choice
 from jax_wonly.compat._codes import nibbles, pack, unpack
 
 ARCHS = (70, 75, 80, 86, 89, 90)
@@ -23,8 +23,7 @@ _ROWS = 64  # of a column that follow each other
 
 def _check(bits: int, k: int, n: int, arch: int) -> int:
     bits = check_bits(bits)
-    if arch not in ARCHS:
-        raise ValueError(f"jax_wonly: arch={arch!r} is not supported; accepted: {', '.join(map(str, ARCHS))}.")
+    check_choice("arch", arch, ARCHS)
     of_k, of_n = (1, 32 // bits) if arch < 75 else (_ROWS, 16 // bits)
     if k < 1 or n < 1 or k % of_k or n % of_n:
         raise ValueError(

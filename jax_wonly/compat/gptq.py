@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_wonly._permuted import PermutedTensor
 from jax_wonly._tensor import QuantizedTensor
+from jax_wonly._validate import check_choice
 from jax_wonly.compat._codes import (
     as_words,
     check_bits_in,
@@ -22,11 +23,6 @@ from jax_wonly.compat._codes import (
 )
 
 BITS = (2, 3, 4, 8)
-
-
-def _check_version(version: int) -> None:
-    if version not in (1, 2):
-        raise ValueError(f"jax_wonly: version={version!r} is not supported; accepted: 1 (zeros less one), 2.")
 
 
 def decode(
@@ -51,7 +47,7 @@ def decode(
       TypeError, ValueError: types, shapes or groups do not fit, or the group size cannot be held.
     """
     bits = check_bits_in(bits, BITS)
-    _check_version(version)
+    check_choice("version", version, (1, 2))
     qweight, qzeros = as_words("qweight", qweight), as_words("qzeros", qzeros)
     check_shape("scales", scales, (None, None))
     groups, n = scales.shape[-2:]
@@ -76,7 +72,7 @@ def encode(qt: QuantizedTensor | PermutedTensor, *, version: int = 1) -> dict:
     Raises:
       ValueError: the weight has leading axes, floating zeros or offsets, or K or N does not fill whole words.
     """
-    _check_version(version)
+    check_choice("version", version, (1, 2))
     weight, codes, g_idx, zeros = in_order(qt, "GPTQ")
     bits, k, n = weight.bits, weight.k, weight.n
     if codes.ndim != 2 or k * bits % 32 or n * bits % 32:

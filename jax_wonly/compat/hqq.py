@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_wonly._tensor import QuantizedTensor
-from jax_wonly._validate import FLOATS, check_array
+from jax_wonly._validate import FLOATS, check_array, check_choice
 from jax_wonly.compat._codes import InexpressibleError, check_bits_in, quantized
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -31,8 +31,7 @@ def _codes(w_q, scale, zero, shape: tuple[int, int], bits: int, group_size: int 
     bits = check_bits_in(bits, BITS)
     check_array("w_q", w_q, ("int32", "uint32") if bits == 3 else ("uint8", "int8"))
     n, k = (int(size) for size in shape)
-    if axis not in (0, 1):
-        raise ValueError(f"jax_wonly: axis={axis!r} is not supported; accepted: 0, 1.")
+    check_choice("axis", axis, (0, 1))
     size = (n if axis == 0 else k) if group_size is None else int(group_size)
     if n < 1 or k < 1 or size < 1 or n * k % size or (axis == 1 and k % size) or (axis == 0 and n % size):
         raise ValueError(f"jax_wonly: group_size={group_size} does not divide shape={tuple(shape)} along axis {axis}.")

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_wonly._format import bias_of
 from jax_wonly._tensor import QuantizedTensor
-from jax_wonly._validate import check_array
+from jax_wonly._validate import check_array, check_choice
 from jax_wonly.compat._codes import nibbles, pack, quantized, unpack
 
 
@@ -116,8 +116,7 @@ KINDS = {
 
 def _fields(blocks, kind: str) -> tuple[jax.Array, jax.Array, jax.Array | None, _Kind]:
     """Codes ``[..., K, N]``, scales and offsets ``[..., K / group, N]``, and the kind."""
-    if kind not in KINDS:
-        raise ValueError(f"jax_wonly: kind={kind!r} is not supported; accepted: {', '.join(KINDS)}.")
+    check_choice("kind", kind, KINDS)
     of = KINDS[kind]
     check_array("blocks", blocks, ("uint8",))
     if len(blocks.shape) < 2 or 0 in blocks.shape or blocks.shape[-1] % of.bytes:
@@ -183,8 +182,7 @@ def encode(qt: QuantizedTensor, kind: str) -> jax.Array:
       ValueError: the kind cannot hold the weight as it is.
     """
     wanted = {"Q4_0": (4, False), "Q4_1": (4, True), "Q8_0": (8, False)}
-    if kind not in wanted:
-        raise ValueError(f"jax_wonly: kind={kind!r} is not supported; accepted: {', '.join(wanted)}.")
+    check_choice("kind", kind, wanted)
     bits, has_offsets = wanted[kind]
     fields = [qt.scales] if qt.offsets is None else [qt.scales, qt.offsets]
     if (

@@ -16,7 +16,7 @@ import numpy as np
 from jax_wonly._format import bias_of, packed_shape, tile_k
 from jax_wonly._matmul import matmul
 from jax_wonly._tensor import QuantizedTensor
-from jax_wonly._validate import check_array, check_float_dtype
+from jax_wonly._validate import check_array, check_choice, check_float_dtype
 from jax_wonly.compat import faster_transformer
 from jax_wonly.compat._codes import pack, unpack
 from jax_wonly.primitives.quantize import divide
@@ -29,14 +29,9 @@ _ARCHS = (70, 75, 80, 86, 89, 90, 92, 100)
 _LAYOUT_ARCHS = (75, 80, 86, 89, 90)
 
 
-def _check_choice(name: str, value, accepted) -> None:
-    if value not in accepted:
-        raise ValueError(f"jax_wonly: {name}={value!r} is not supported; accepted: {', '.join(map(repr, accepted))}.")
-
-
 def _check_common(arch, group_size) -> None:
-    _check_choice("arch", arch, (None, *_ARCHS))
-    _check_choice("group_size", group_size, (-1, 64, 128))
+    check_choice("arch", arch, (None, *_ARCHS))
+    check_choice("group_size", group_size, (-1, 64, 128))
 
 
 def weight_quantize(x, algo: str = "weight_only_int8", arch: int | None = None, group_size: int = -1):
@@ -58,7 +53,7 @@ def weight_quantize(x, algo: str = "weight_only_int8", arch: int | None = None, 
       ValueError: K is not a multiple of ``tile_k`` and ``group_size``, or an option is not one of those accepted.
     """
     check_array("x", x)
-    _check_choice("algo", algo, _BITS)
+    check_choice("algo", algo, _BITS)
     _check_common(arch, group_size)
     bits = _BITS[algo]
     if len(x.shape) != 2 or 0 in x.shape:
@@ -129,7 +124,7 @@ def weight_dequantize(x, scale, algo: str = "weight_only_int8", out_dtype=None, 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or an option is not one of those accepted.
     """
-    _check_choice("algo", algo, _BITS)
+    check_choice("algo", algo, _BITS)
     _check_common(None, group_size)
     dtype = None if out_dtype is None else check_float_dtype("out_dtype", out_dtype)
     return _weight(x, scale, _BITS[algo], group_size).dequantize(dtype)
@@ -161,7 +156,7 @@ def weight_only_linear(
     Raises:
       TypeError, ValueError: types or shapes do not fit, or an option is not one of those accepted.
     """
-    _check_choice("weight_dtype", weight_dtype, _DTYPES)
+    check_choice("weight_dtype", weight_dtype, _DTYPES)
     _check_common(arch, group_size)
     return matmul(x, _weight(weight, weight_scale, _DTYPES[weight_dtype], group_size), bias=bias)
 
@@ -261,9 +256,9 @@ def from_layout(weight, *, weight_dtype: str = "int8", k: int, n: int, arch: int
 
 
 def _layout_bits(weight_dtype: str, algo: str | None, arch: int) -> int:
-    _check_choice("weight_dtype", weight_dtype, _DTYPES)
-    _check_choice("algo", algo, (None, *_BITS))
-    _check_choice("arch", arch, _LAYOUT_ARCHS)
+    check_choice("weight_dtype", weight_dtype, _DTYPES)
+    check_choice("algo", algo, (None, *_BITS))
+    check_choice("arch", arch, _LAYOUT_ARCHS)
     if algo is not None and _BITS[algo] != _DTYPES[weight_dtype]:
         raise ValueError(f"jax_wonly: algo={algo!r} does not go with weight_dtype={weight_dtype!r}.")
     return _DTYPES[weight_dtype]
