@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 import jax
 import jax.export
 import jax.numpy as jnp
-from jax import lax
 
 from jax_wonly._matmul import matmul
-from jax_wonly.algorithms._grid import Scheme, decode, encode, over_leading
+from jax_wonly.algorithms._grid import Scheme, decode, encode, least, over_leading
 from jax_wonly.algorithms._moments import check_moments, quadratic
 from jax_wonly.algorithms._weights import clip_and_round
 
@@ -145,11 +144,7 @@ def _search(w, moments, scheme):
             rounded = decode(encode(groups, grid), grid).reshape(dense.shape) / factors[:, None]
             return quadratic(rounded - dense, moments).sum(), stored[:, None]
 
-        def step(best, exponent):
-            new = measure(exponent)
-            return jax.tree.map(lambda a, b: jnp.where(new[0] < best[0], a, b), new, best), None
-
-        return lax.scan(step, measure(jnp.float32(0)), jnp.arange(1, STEPS) / STEPS)[0][1]
+        return least(measure, jnp.arange(STEPS) / STEPS)[1]
 
     return over_leading(one, w, moments)
 

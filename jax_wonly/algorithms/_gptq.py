@@ -85,10 +85,8 @@ def factor(moments: jax.Array, damping: jax.Array) -> jax.Array:
         damping, triangle = carry
         return ~jnp.isfinite(triangle).all() & (damping < 1e6)
 
-    def again(carry):
-        return carry[0] * 10, lower(carry[0] * 10)
-
-    triangle = lax.while_loop(unfit, again, (damping, lower(damping)))[1][::-1, ::-1]
+    start = damping, jnp.full(moments.shape, jnp.nan)
+    triangle = lax.while_loop(unfit, lambda carry: (carry[0] * 10, lower(carry[0])), start)[1][::-1, ::-1]
     return jax.scipy.linalg.solve_triangular(triangle, identity, lower=False)
 
 

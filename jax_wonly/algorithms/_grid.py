@@ -90,15 +90,15 @@ def encode(w: jax.Array, grid: Grid) -> jax.Array:
     """The codes of float32 weights, as float32. Grid and weights broadcast."""
     scheme, s = grid.scheme, grid.scales.astype(jnp.float32)
     top, bias = 2**scheme.bits - 1, bias_of(scheme.bits)
-    ratio = jnp.where(s == 0, 0, w / jnp.where(s == 0, 1, s))
+    if scheme.mode == QuantizeMode.OFFSETS and grid.shift is not None:
+        return jnp.where(s == 0, 0, jnp.clip(_rint(definition.divide(w - grid.shift.astype(jnp.float32), s)), 0, top))
+    ratio = jnp.where(s == 0, 0, definition.divide(w, s))
     if grid.shift is None:
         return jnp.clip(_rint(ratio) + bias, 0, top)
     shift = grid.shift.astype(jnp.float32)
-    if scheme.mode == QuantizeMode.INTEGER_ZEROS:
-        return jnp.clip(_rint(ratio) + shift, 0, top)
-    if scheme.mode == QuantizeMode.FLOAT_ZEROS:
-        return jnp.clip(_rint(ratio + shift), 0, top)
-    return jnp.where(s == 0, 0, jnp.clip(_rint((w - shift) / jnp.where(s == 0, 1, s)), 0, top))
+    # The zero of a constant group is its sign, and its code 0.
+    codes = _rint(ratio) + shift if scheme.mode == QuantizeMode.INTEGER_ZEROS else _rint(ratio + shift)
+    return jnp.clip(codes, 0, top)
 
 
 def decode(codes: jax.Array, grid: Grid) -> jax.Array:
@@ -112,6 +112,18 @@ def decode(codes: jax.Array, grid: Grid) -> jax.Array:
 
 def _rint(x: jax.Array) -> jax.Array:
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
+
+
+def least(measure, candidates: jax.Array):
+    """``measure(candidate) = (error, ...)`` where the error is least, element by element; the first of equals."""
+    start = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(measure, candidates[0]))
+
+    def step(best, candidate):
+        new = measure(candidate[0])
+        better = candidate[1] | (new[0] < best[0])
+        return jax.tree.map(lambda a, b: jnp.where(better, a, b), new, best), None
+
+    return lax.scan(step, start, (candidates, jnp.arange(len(candidates)) == 0))[0]
 
 
 def over_leading(function, w: jax.Array, *others: jax.Array):

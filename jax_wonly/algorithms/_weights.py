@@ -8,10 +8,10 @@ from jax import lax
 
 from jax_wonly._quantize import quantize
 from jax_wonly._tensor import QuantizedTensor
-from jax_wonly.algorithms._grid import Grid, Scheme, decode, encode, over_leading
+from jax_wonly.algorithms._grid import Grid, Scheme, decode, encode, least, over_leading
 from jax_wonly.algorithms._moments import check_moments, quadratic
 
-CLIP_STEPS = 24
+CLIP_STEPS = 25
 CLIP_TO = 0.5  # the smallest share of its extremes that a group is clipped to
 
 
@@ -52,12 +52,7 @@ def clipped_grid(w: jax.Array, scheme: Scheme, moments: jax.Array | None) -> Gri
         error = (difference**2).sum(1) if moments is None else quadratic(difference, moments)
         return error[:, None], grid.scales, grid.shift
 
-    def step(best, share):
-        new = measure(share)
-        return jax.tree.map(lambda a, b: jnp.where(new[0] < best[0], a, b), new, best), None
-
-    shares = jnp.linspace(1, CLIP_TO, CLIP_STEPS + 1)[1:]
-    (_, scales, shift), _ = lax.scan(step, measure(jnp.float32(1)), shares)
+    _, scales, shift = least(measure, jnp.linspace(1, CLIP_TO, CLIP_STEPS))
     return Grid(scales, shift, scheme)
 
 
