@@ -10,13 +10,15 @@ their standard error is smaller than that of the ranks themselves.
 """
 
 import argparse
+import json
+import platform
 import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
-from _common import save
+from _common import command
 from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -173,13 +175,18 @@ def main(arguments: list[str] | None = None) -> int:
             f"gain {row['gain'] or 0:+.4f} +- {row['gain_error'] or 0:.4f}  {seconds:.1f} s",
             flush=True,
         )
-    if options.output:
-        facts = {
-            "calibration_tokens": int(next(iter(calibration.counts.values()))),
-            "test_passages": len(test),
-            "layers": len(kernels),
-        }
-        save(options.output, rows, options.commit, **facts)
+        if options.output:  # after each case, so that a long run that is stopped has something to show
+            facts = {
+                "device": jax.devices()[0].device_kind,
+                "jax": jax.__version__,
+                "python": platform.python_version(),
+                "commit": options.commit
+                or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+                "calibration_tokens": int(next(iter(calibration.counts.values()))),
+                "test_passages": len(test),
+                "layers": len(kernels),
+            }
+            options.output.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
     return 0
 
 

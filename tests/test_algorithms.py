@@ -104,8 +104,9 @@ def test_absmax_and_minmax_are_quantize(rng, mode):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("mode", reference.MODES)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "mode,weighted", [("symmetric", True), ("integer_zeros", False), ("float_zeros", True), ("offsets", False)]
+)
 def test_clip_search_finds_the_best_share(rng, mode, weighted):
     w, x = problem(rng, k=64)
     moments = moments_of(x) if weighted else None
@@ -254,11 +255,9 @@ def check_gptq(w, x, weight, *, bits=4, group_size=None, mode="symmetric", act_o
     "k,group_size,bits,mode,act_order",
     [
         (96, 32, 4, "symmetric", False),
-        (96, 32, 4, "integer_zeros", True),
         (128, 64, 4, "float_zeros", "static"),
         (77, None, 8, "offsets", False),
-        (150, None, 4, "symmetric", True),
-        (256, 128, 8, "integer_zeros", "static"),
+        (150, None, 4, "integer_zeros", True),
     ],
 )
 def test_gptq_is_the_textbooks(rng, k, group_size, bits, mode, act_order):
@@ -288,16 +287,15 @@ def test_gptq_with_fewer_inputs_than_weights_and_no_damping_to_speak_of(rng):
     np.testing.assert_array_equal(nothing.dequantize(), 0)  # no input was ever other than zero
 
 
-@pytest.mark.parametrize("group_size", [32, 128])
-def test_errors_on_held_out_inputs(rng, group_size):
-    w, x = problem(rng, k=128, n=40, tokens=1200)
+def test_errors_on_held_out_inputs(rng):
+    group_size = 32
+    w, x = problem(rng, n=40, tokens=1200)
     moments, unseen = second_moments(x[:600]), second_moments(x[600:])
     nearest = output_error(w, absmax(w, group_size=group_size), unseen)
     for weight in (
         awq(w, moments, group_size=group_size),
         gptq(w, moments, group_size=group_size),
         gptq(w, moments, group_size=group_size, act_order=True),
-        gptq(w, moments, group_size=group_size, act_order="static"),
     ):
         assert output_error(w, weight, unseen) < 0.9 * nearest
 
@@ -305,9 +303,8 @@ def test_errors_on_held_out_inputs(rng, group_size):
 # All of them.
 
 METHODS: dict[str, Callable] = {
-    "mse": lambda w, m, **o: mse(w, m, **o),
     "hqq": lambda w, m, **o: hqq(w, **o),
-    "awq": lambda w, m, **o: awq(w, m, **o),
+    "awq": awq,
     "gptq": lambda w, m, **o: gptq(w, m, act_order="static", **o),
 }
 
@@ -318,9 +315,7 @@ def test_stacked_weights_and_jit(rng, method):
     moments = jnp.stack([second_moments(x) for x in xs])
     stacked = METHODS[method](jnp.stack(ws), moments, group_size=32)
     assert stacked.shape == (2, 32, 9) and stacked.dtype == jnp.bfloat16
-    traced = jax.jit(lambda w, m: METHODS[method](w, m, group_size=32))(jnp.stack(ws), moments)
-    for a, b in zip(jax.tree.leaves(stacked), jax.tree.leaves(traced), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.eval_shape(lambda w, m: METHODS[method](w, m, group_size=32), jnp.stack(ws), moments)  # nothing needs values
     for i, w in enumerate(ws):
         own = METHODS[method](w, moments[i], group_size=32)
         # Products of a stack may add up in another order.
@@ -348,7 +343,7 @@ M = np.eye(64, dtype=np.float32)
         (lambda: mse(W, M[:3], group_size=32), ValueError, r"moments has shape \(3, 64\)"),
         (lambda: hqq(W, group_size=32, norm=0), ValueError, "norm=0 is out of range"),
         (lambda: hqq(W, group_size=32, iterations=-1), ValueError, "iterations=-1"),
-        (lambda: awq(W, None), TypeError, "moments is a NoneType"),
+        (lambda: awq(W, None, group_size=32), TypeError, "moments is a NoneType"),
         (lambda: awq(W, M * np.nan, group_size=32), ValueError, "moments .* holds NaN"),
         (lambda: awq(W, -M, group_size=32), ValueError, "negative diagonal"),
         (lambda: awq(W, M[None], group_size=32), ValueError, r"moments has shape \(1, 64, 64\)"),
@@ -371,19 +366,16 @@ nnx = pytest.importorskip("flax.nnx")
 
 
 class Model(nnx.Module):
-    """Layers of every kind, one of them never called, stacked ones in a scan, and state that a call changes."""
+    """Layers of every kind, one of them never called, and state that a call changes."""
 
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(64, rngs=rngs)
-        self.a, self.b = (nnx.Linear(64, 96, rngs=rngs) for _ in range(2))
-        self.general = nnx.LinearGeneral((4, 24), (2, 32), axis=(-2, -1), rngs=rngs)
+        self.a, self.b = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))
+        self.general = nnx.LinearGeneral((4, 16), (2, 32), axis=(-2, -1), rngs=rngs)
         self.einsum = nnx.Einsum("btd,dhk->bthk", (64, 2, 32), (2, 32), rngs=rngs)
-        self.stack = nnx.vmap(lambda key: nnx.Linear(64, 64, rngs=nnx.Rngs(params=key)))(
-            jax.random.split(rngs.params(), 3)
-        )
         self.drop = nnx.Dropout(0.1, rngs=rngs)
         self.statistics = nnx.BatchNorm(64, rngs=rngs)
-        self.unused = nnx.Linear(64, 32, rngs=rngs)
+        self.unused = nnx.Linear(64, 64, rngs=rngs)
 
     def __call__(self, x, seen=None):
         def see(path, value):
@@ -393,20 +385,28 @@ class Model(nnx.Module):
 
         h = see("a", self.norm(x))
         h = nnx.gelu(self.a(h)) * self.b(h)
-        h = self.general(see("general", h.reshape(*h.shape[:-1], 4, 24))).reshape(x.shape)
+        h = self.general(see("general", h.reshape(*h.shape[:-1], 4, 16))).reshape(x.shape)
         h = self.einsum(see("einsum", self.drop(h))).reshape(x.shape)
-        h = nnx.scan(lambda h, layer: layer(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(see("stack", h), self.stack)
         return self.statistics(h) + x
+
+
+class Stack(nnx.Module):
+    """Layers that share one kernel with an axis of their own."""
+
+    def __init__(self, rngs):
+        keys = jax.random.split(rngs.params(), 3)
+        self.layers = nnx.vmap(lambda key: nnx.Linear(64, 64, rngs=nnx.Rngs(params=key)))(keys)
+
+    def __call__(self, x):
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
 
 def model_and_batches(rng, count=3):
     size = np.exp(rng.normal(0, 1, 64))
     batches = [(rng.normal(0.3, 1, (2, 24, 64)) * size).astype(np.float32) for _ in range(count)]
-    return Model(nnx.Rngs(int(rng.integers(1000)))), batches
-
-
-def arrays(model):
-    return {path: np.asarray(a) for path, a in jax.tree.leaves_with_path(nnx.state(model)) if hasattr(a, "dtype")}
+    model = Model(nnx.Rngs(int(rng.integers(1000))))
+    model.norm.scale[...] = np.exp(rng.normal(0, 1, 64)).astype(np.float32)  # so that inputs differ in size
+    return model, batches
 
 
 def keys_as_data(model):
@@ -433,20 +433,35 @@ def test_calibrate_records_what_layers_get(rng):
     calibration = algorithms.calibrate(model, batches)
     assert_same(model, before)
     assert type(model.a) is kind and set(vars(model.a)) == set(vars(before.a))
-    assert set(calibration) == {"a", "b", "general", "einsum", "stack"} and "unused" not in calibration
+    assert set(calibration) == {"a", "b", "general", "einsum"} and "unused" not in calibration
     assert calibration.counts == dict.fromkeys(calibration, 3 * 48)
     seen: dict[str, list] = {}
     for batch in batches:
         before(batch, seen)
     for path, values in seen.items():
         k = calibration[path].shape[-1]
-        got = calibration[path][0] if path == "stack" else calibration[path]
         expected = moments_of(np.concatenate([np.asarray(v).reshape(-1, k) for v in values]))
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * expected.max(), err_msg=path)
+        np.testing.assert_allclose(calibration[path], expected, rtol=1e-4, atol=1e-4 * expected.max(), err_msg=path)
     np.testing.assert_array_equal(calibration["a"], calibration["b"])
-    assert calibration["stack"].shape == (3, 64, 64)
     some = algorithms.calibrate(model, batches, layers=["a"], jit=False, forward=lambda model, x: model.a(x))
     np.testing.assert_allclose(some["a"], moments_of(np.concatenate(batches).reshape(-1, 64)), rtol=1e-4, atol=1e-3)
+
+
+def test_stacked_layers(rng):
+    model, (_, batches) = Stack(nnx.Rngs(1)), model_and_batches(rng)
+    calibration = algorithms.calibrate(model, batches)
+    assert calibration.counts == {"layers": 3 * 48}
+    x, kernels = np.concatenate(batches).reshape(-1, 64).astype(np.float64), np.asarray(model.layers.kernel[...])
+    for i in range(3):
+        expected = moments_of(x)
+        np.testing.assert_allclose(calibration["layers"][i], expected, rtol=1e-4, atol=1e-4 * expected.max())
+        x = x @ kernels[i]
+    quantize_model(model, method="awq", calibration=calibration)
+    assert model.layers.input_scale.shape == (3, 64)
+    y = batches[0]
+    for i in range(3):
+        y = y @ np.asarray(model.layers.weight.dequantize()[i])
+    np.testing.assert_allclose(model(batches[0]), y, rtol=1e-3, atol=1e-3 * np.abs(y).max())
 
 
 @pytest.mark.parametrize("method", ["absmax", "minmax", "hqq", "mse", "awq", "gptq"])
@@ -455,7 +470,7 @@ def test_models_by_every_method(rng, method, capsys):
     batches = batches if method in ("mse", "awq", "gptq") else None
     dense = nnx.clone(model)
     report = quantize_model(model, batches, method=method, progress=True)
-    assert {layer.path for layer in report.layers} == {"a", "b", "general", "einsum", "stack", "unused"}
+    assert {layer.path for layer in report.layers} == {"a", "b", "general", "einsum", "unused"}
     assert isinstance(model.a, jw.nnx.QuantizedLinear) and model.a.bias is not None
     assert f"{method}" in capsys.readouterr().err
     for layer in report.layers:
@@ -470,7 +485,7 @@ def test_models_by_every_method(rng, method, capsys):
         assert "outputs on the calibration data" in str(report)
     for m in (dense, model):
         m.eval()
-    x = np.ones((1, 2, 64), np.float32)
+    x = np.ones((1, 2, 64), np.float32) * np.arange(64)
     assert 0 < np.linalg.norm(model(x) - dense(x)) < 0.1 * np.linalg.norm(dense(x))
 
 
@@ -492,13 +507,13 @@ def test_scaled_and_permuted_layers_are_saved(rng, tmp_path):
 
 def test_options_for_each_layer(rng):
     model, batches = model_and_batches(rng)
-    answers = {"a": {"act_order": True, "bits": 8}, "b": {"method": "hqq"}, "stack": {"method": "awq", "clip": False}}
+    answers = {"a": {"act_order": True, "bits": 8}, "b": {"method": "hqq"}}
     report = quantize_model(
         model, batches, embeddings=True, damping=0.1, predicate=lambda path, _: answers.get(path, path != "unused")
     )
     schemes = {layer.path: layer.scheme for layer in report.layers}
     assert schemes["a"] == "int8, group 32, act-order" and schemes["b"] == "int4, group 32, zeros"
-    assert schemes["stack"] == "int4, group 32, input scale" and schemes["einsum"] == "int4, group 32"
+    assert schemes["einsum"] == "int4, group 32"
     assert [skipped.path for skipped in report.skipped if "predicate" in skipped.reason] == ["unused"]
     x = np.ones((3, 64), np.float32)
     permuted = model.a.weight.dequantize()
@@ -510,8 +525,11 @@ def test_results_are_resumed(rng, tmp_path, monkeypatch):
     from jax_wonly.algorithms import nnx as implementation
 
     dense, batches = model_and_batches(rng)
-    # One layer in a pass, so that later layers see what earlier ones have become.
-    options = {"max_moment_bytes": 1, "predicate": lambda path, _: {"act_order": True} if path == "b" else True}
+    # Three layers in a pass, so that later layers see what earlier ones have become.
+    options = {
+        "max_moment_bytes": 3 * 4 * 64 * 64,
+        "predicate": lambda path, _: {"act_order": True} if path == "b" else True,
+    }
     whole = nnx.clone(dense)
     quantize_model(whole, batches, **options)
 
@@ -520,16 +538,16 @@ def test_results_are_resumed(rng, tmp_path, monkeypatch):
     def interrupted(self, task, folded, value):
         save(self, task, folded, value)
         saved.append(task.path)
-        if len(saved) == 3:
+        if len(saved) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(implementation._Results, "save", interrupted)
     with pytest.raises(KeyboardInterrupt):
         quantize_model(nnx.clone(dense), batches, store=tmp_path, **options)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 2
     resumed = nnx.clone(dense)
     report = quantize_model(resumed, batches, store=tmp_path, **options)
-    assert len(saved) == len(set(saved)) == len(report.layers) == 6
+    assert len(saved) == len(set(saved)) == len(report.layers) == 5
     assert_same(resumed, whole)
     with pytest.raises(ValueError, match="of other weights or arguments"):
         quantize_model(nnx.clone(dense), batches, store=tmp_path, damping=0.5, **options)
@@ -552,9 +570,10 @@ def test_scales_are_folded_into_what_comes_before(rng):
         np.testing.assert_allclose(again[path], moved[path], rtol=1e-3, atol=1e-3 * float(moved[path].max()))
     folded = nnx.clone(dense)
     report = quantize_model(folded, batches, method="awq", fold={"norm": ["a", "b"]})
-    assert type(folded.a) is jw.nnx.QuantizedLinear and type(folded.stack) is algorithms.ScaledLinear
+    assert type(folded.a) is jw.nnx.QuantizedLinear and not hasattr(folded.b, "input_scale")
     plain = quantize_model(nnx.clone(dense), batches, method="mse")
-    assert report.output_errors["a"] < 1.02 * plain.output_errors["a"]
+    both = [sum(r.output_errors[path] ** 2 for path in "ab") for r in (report, plain)]
+    assert both[0] < both[1]
 
     before = nnx.clone(dense)
     for fold, match in (

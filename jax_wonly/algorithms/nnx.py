@@ -222,7 +222,15 @@ def _forward(forward: Forward | None, jit: bool) -> Forward:
     forward = _default_forward if forward is None else forward
     if not callable(forward):
         raise TypeError(f"jax_wonly: forward is a {type(forward).__name__}; accepted: a function of model and batch.")
-    return nnx.jit(forward) if jit else forward
+    if not jit:
+        return forward
+    # One for all calls, so that the same model is compiled once.
+    return _jitted_default() if forward is _default_forward else nnx.jit(forward)
+
+
+@functools.cache
+def _jitted_default() -> Forward:
+    return nnx.jit(_default_forward)
 
 
 def calibrate(
@@ -653,14 +661,14 @@ def fold_input_scales(
     found = dict(modules(model))
     moments = dict(calibration)
     call = _forward(forward, jit)
+    for source, paths in fold.items():
+        _check_fold(source, found.get(source), paths, [found.get(path) for path in paths], moments)
     saved, others = _snapshot(model), _snapshot(model, nnx.Not(nnx.Param))  # statistics and random streams
     before = None if batch is None else _arrays(call(model, batch))
     try:
         for source, paths in fold.items():
-            previous = found.get(source)
-            consumers = [found.get(path) for path in paths]
-            _check_fold(source, previous, paths, consumers, moments)
-            kernels = [consumer.kernel for consumer in consumers]  # type: ignore[union-attr]
+            previous: Any = found[source]
+            kernels: list[Any] = [getattr(found[path], "kernel") for path in paths]  # noqa: B009
             scheme = Scheme.of(kernels[0][...], bits, group_size, mode, scale_dtype)
             scale = best_input_scale([k[...] for k in kernels], moments[paths[0]], scheme).astype(jnp.float32)
             outputs = [getattr(previous, name, None) for name in ("kernel", "scale", "bias")]
