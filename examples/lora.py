@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from semantic_search import split_topics
+from semantic_search import model_bytes, split_topics
 
 import jax_wonly.nnx
 import minilm
@@ -91,10 +91,6 @@ def evaluate(model: nnx.Module, halves: Halves, batch: int) -> dict[str, float]:
     scores = sides[0] @ sides[1].T
     ranks = 1 + (scores > np.diagonal(scores)[:, None]).sum(1)
     return {"first": float((ranks == 1).mean()), "reciprocal_rank": float((1 / ranks).mean())}
-
-
-def model_bytes(model: nnx.Module) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
 
 
 def main(arguments: list[str] | None = None) -> int:
