@@ -19,30 +19,32 @@ BUILD = ROOT / "build" / "kernel_sweep"
 SHAPES = "8192x28672,8192x8192,4096x14336,14336x4096,4096x4096,2048x8192,3584x18944,7168x2048"
 
 
-def build() -> Path:
+def build(definitions: tuple[str, ...] = ()) -> Path:
     """Compiles the sweep for the local GPU; only what changed since."""
+    folder = BUILD.with_name("_".join((BUILD.name, *definitions)))
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
         sys.exit("benchmarks/tune.py needs nvcc on the PATH, or CUDACXX set to it")
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     capability = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0].replace(".", "")
     architecture = capability + ("a" if int(capability) >= 90 else "")
-    BUILD.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     flags = ["-std=c++17", "-O3", f"-I{ROOT / 'ffi'}", "--expt-relaxed-constexpr", "-lineinfo"]
+    flags += [f"-D{name}" for name in definitions]
     flags.append(f"-gencode=arch=compute_{architecture},code=sm_{architecture}")
     sources = [Path(__file__).parent / "kernel_sweep.cu", *sorted((ROOT / "ffi" / "cuda").glob("matmul_*.cu"))]
     headers = [p for suffix in ("*.h", "*.cuh") for p in (ROOT / "ffi").rglob(suffix)]
     newest = max(p.stat().st_mtime for p in headers)
     jobs, objects = [], []
     for source in sources:
-        target = BUILD / f"{source.stem}.{architecture}.o"
+        target = folder / f"{source.stem}.{architecture}.o"
         objects.append(str(target))
         if not target.is_file() or target.stat().st_mtime < max(newest, source.stat().st_mtime):
             print(f"compiling {source.name} for sm_{architecture}", flush=True)
             jobs.append(subprocess.Popen([nvcc, *flags, "-c", str(source), "-o", str(target)]))
     if any(job.wait() for job in jobs):
         sys.exit("nvcc failed")
-    program = BUILD / f"kernel_sweep.{architecture}"
+    program = folder / f"kernel_sweep.{architecture}"
     subprocess.run([nvcc, *flags, *objects, "-cudart", "static", "-o", str(program)], check=True)
     return program
 
@@ -50,6 +52,7 @@ def build() -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", action="store_true", help="only build, and print where the program is")
+    parser.add_argument("--define", nargs="*", default=[], metavar="NAME", help="preprocessor symbols to define")
     parser.add_argument("--check", action="store_true", help="check instead of time")
     parser.add_argument("--every", type=int, default=1, help="check one case in this many (default: %(default)s)")
     parser.add_argument("--bits", type=int, default=4, choices=(4, 8))
@@ -59,7 +62,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="K x N (default: %(default)s)")
     parser.add_argument("--top", type=int, default=4, help="configurations to show of each product")
     args = parser.parse_args()
-    program = build()
+    program = build(tuple(args.define))
     if args.build:
         print(program)
         return

@@ -468,6 +468,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
     }
   }
   if (params.cluster > 1) {
+    __syncthreads();
     ptx::cluster_share();
     const int rows = (end_atom - first_atom) * kAtomN;
     for (int i = rank * S::kThreads + threadIdx.x; i < tokens * rows; i += params.cluster * S::kThreads) {

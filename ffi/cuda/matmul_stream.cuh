@@ -486,6 +486,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   }
 #if __CUDA_ARCH__ >= 900
   if (params.cluster > 1) {
+    __syncthreads();
     ptx::cluster_share();
     for (int i = rank * blockDim.x + threadIdx.x; i < tokens * kRows; i += params.cluster * blockDim.x) {
       float value = 0.f;

@@ -32,6 +32,13 @@ constexpr int kMaxStages = 10;
 constexpr int kRotation = 5;
 constexpr int kBarrierBytes = 1024;  // two for each stage; 1024 keeps the ring aligned for the 128-byte swizzle
 constexpr int kMultiprocessorBytes = 228 << 10;
+// Of a warp, when it is done with a slot. One lane speaks for all, after the warp has synchronised; racecheck takes
+// only what a lane itself arrives for as ordered, so tests/gpu/sanitize.sh has each of them arrive.
+#ifdef WONLY_EVERY_LANE_ARRIVES
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
 
 template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_>
 struct Shape {
@@ -193,7 +200,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + i, producers);
-      ptx::barrier_init(empty + i, S::kWarpgroups * 4);
+      ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals);
     }
     ptx::barrier_init_fence();
   }
@@ -280,7 +287,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const auto wait_full = [&]() { ptx::barrier_wait(full + at.slot, at.phase); };
     const auto release = [&](int slot) {
       __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(empty + slot);
+      if (lane < kArrivals) ptx::barrier_arrive(empty + slot);
     };
     const auto convert_steps = [&](const uint8_t* data, int step, uint32_t (*to)[4]) {
       const uint8_t* words = data + S::kWeightsAt + (warpgroup * S::kTiles + step / kVectorSteps) * kTileBytes;
@@ -371,11 +378,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
   }
 
-  if (params.cluster > 1) {
-    ptx::cluster_share();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
+  if (params.cluster > 1) ptx::cluster_share();
   const int tokens = static_cast<int>(min(static_cast<int64_t>(S::kTokens), args.m - m0));
   constexpr int kQuads = S::kRows / 4;
   const float* partial = reinterpret_cast<const float*>(ring);

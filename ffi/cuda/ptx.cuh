@@ -147,11 +147,10 @@ __device__ __forceinline__ int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
   return rank;
 }
-// What this CTA wrote to its shared memory, the others of its cluster may read, and the reverse. One warp's fence
-// stands for all that happened before the CTA's barrier: a fence of every warp, as in the barrier's own release, waits
-// for each.
+// After a barrier of the CTA: what it wrote to its shared memory, the others of its cluster may read, and the reverse.
+// One warp's fence stands for all that happened before that barrier; the cluster barrier's own release would have every
+// warp wait for its fence.
 __device__ __forceinline__ void cluster_share() {
-  __syncthreads();
   if (threadIdx.x < 32) asm volatile("fence.acq_rel.cluster;\n" ::: "memory");
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
   asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");

@@ -4,7 +4,7 @@
 set -eu
 cd "$(dirname "$0")/../.."
 every=${1:-20}
-program=$(python3 benchmarks/tune.py --build | tail -n 1)
+program=$(python3 benchmarks/tune.py --build --define WONLY_EVERY_LANE_ARRIVES | tail -n 1)
 for tool in memcheck racecheck; do
   echo "== $tool"
   compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" check "$every"
