@@ -577,7 +577,7 @@ def test_scales_are_folded_into_what_comes_before(rng):
 
     before = nnx.clone(dense)
     for fold, match in (
-        ({"a": ["unused"]}, "no nnx.Linear with a kernel"),
+        ({"a": ["general"]}, "no nnx.Linear with a kernel"),
         ({"drop": ["a"]}, "'drop', a Dropout"),
         ({"missing": ["a"]}, "'missing', no layer"),
         ({"norm": "a"}, "the paths of the layers"),
