@@ -29,7 +29,7 @@ ensure_registered()
 
 
 # Imported once they are asked for: linen and nnx need Flax, which is optional, and nobody should wait for the others.
-_MODULES = ("checkpoint", "compat", "linen", "nnx")
+_MODULES = ("algorithms", "checkpoint", "compat", "linen", "nnx")
 
 
 def __getattr__(name: str):
