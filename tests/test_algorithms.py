@@ -288,23 +288,17 @@ def test_gptq_with_fewer_inputs_than_weights_and_no_damping_to_speak_of(rng):
 
 
 def test_errors_on_held_out_inputs(rng):
-    group_size = 32
-    w, x = problem(rng, n=40, tokens=1200)
+    w, x = problem(rng, tokens=1200)
     moments, unseen = second_moments(x[:600]), second_moments(x[600:])
-    nearest = output_error(w, absmax(w, group_size=group_size), unseen)
-    for weight in (
-        awq(w, moments, group_size=group_size),
-        gptq(w, moments, group_size=group_size),
-        gptq(w, moments, group_size=group_size, act_order=True),
-    ):
-        assert output_error(w, weight, unseen) < 0.9 * nearest
+    nearest = output_error(w, absmax(w, group_size=32), unseen)
+    for algorithm in (awq, gptq):
+        assert output_error(w, algorithm(w, moments, group_size=32), unseen) < 0.9 * nearest
 
 
 # All of them.
 
 METHODS: dict[str, Callable] = {
     "hqq": lambda w, m, **o: hqq(w, **o),
-    "awq": awq,
     "gptq": lambda w, m, **o: gptq(w, m, act_order="static", **o),
 }
 
@@ -315,6 +309,9 @@ def test_stacked_weights_and_jit(rng, method):
     moments = jnp.stack([second_moments(x) for x in xs])
     stacked = METHODS[method](jnp.stack(ws), moments, group_size=32)
     assert stacked.shape == (2, 32, 9) and stacked.dtype == jnp.bfloat16
+    again = METHODS[method](jnp.stack(ws), moments, group_size=32)
+    for a, b in zip(jax.tree.leaves(stacked), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
     jax.eval_shape(lambda w, m: METHODS[method](w, m, group_size=32), jnp.stack(ws), moments)  # nothing needs values
     for i, w in enumerate(ws):
         own = METHODS[method](w, moments[i], group_size=32)
@@ -571,7 +568,7 @@ def test_scales_are_folded_into_what_comes_before(rng):
     folded = nnx.clone(dense)
     report = quantize_model(folded, batches, method="awq", fold={"norm": ["a", "b"]})
     assert type(folded.a) is jw.nnx.QuantizedLinear and not hasattr(folded.b, "input_scale")
-    plain = quantize_model(nnx.clone(dense), batches, method="mse")
+    plain = quantize_model(nnx.clone(dense), method="absmax", calibration=calibration)
     both = [sum(r.output_errors[path] ** 2 for path in "ab") for r in (report, plain)]
     assert both[0] < both[1]
 
