@@ -474,7 +474,7 @@ def quantize_model(
             raise ValueError(f"jax_wonly: fold with method={method!r}; accepted: 'awq'.")
         if calibration is None:
             calibration = _record(model, _seen(tasks), batches or (), forward, progress)
-        scheme = {name: tasks[0].planned.options[name] for name in _SCHEME if name in tasks[0].planned.options}
+        scheme: dict[str, Any] = arguments | {"mode": mode or _MODES[method]}
         batch = next(iter(batches), None) if batches is not None else None
         calibration = fold_input_scales(model, fold, calibration, batch=batch, forward=forward, jit=False, **scheme)
         folded = frozenset(path for consumers in fold.values() for path in consumers)
