@@ -98,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
+    commit = options.commit or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
     tokenizer = minilm.load_tokenizer()
     passages = [p for p in split_topics(tokenizer) if len(p.text.split()) >= 20]
     passages = passages[: options.limit or None]
@@ -180,8 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "device": jax.devices()[0].device_kind,
                 "jax": jax.__version__,
                 "python": platform.python_version(),
-                "commit": options.commit
-                or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+                "commit": commit,
                 "calibration_tokens": int(next(iter(calibration.counts.values()))),
                 "test_passages": len(test),
                 "layers": len(kernels),
