@@ -5,9 +5,10 @@
 
 The model and its decode loop are those of examples/llm: one program generates all tokens. A step attends to the 449 to
 512 tokens that a cache of 512 then holds. Weights are made on the device layer by layer, and those of one kind are
-freed before the next are made. Times are of the host, from the call to the last token, the median of several calls. ``peak_bytes`` is what a run needs: weights, cache, results and XLA's temporary memory;
-``allocator_peak_bytes`` what the device's allocator has seen since the process began, making the weights included, and
-null where an earlier case had more. ``--profile`` writes the kernels of a decode step instead, by CUPTI.
+freed before the next are made. Times are of the host, from the call to the last token, the median of several calls.
+``peak_bytes`` is what a run needs: weights, cache, results and XLA's temporary memory; ``allocator_peak_bytes`` what
+the device's allocator has seen since the process began, making the weights included, and null where an earlier case had
+more. ``--profile`` writes the kernels of a decode step instead, by CUPTI.
 """
 
 import argparse
