@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 
 from jax_wonly._matmul import matmul
+from jax_wonly._wrapped import WrappedTensor, register_for_export
 from jax_wonly.algorithms._grid import Scheme, decode, encode, least, over_leading
 from jax_wonly.algorithms._moments import check_moments, quadratic
 from jax_wonly.algorithms._weights import clip_and_round
@@ -19,7 +19,7 @@ _SMALLEST = 1e-4  # input scale, and root mean square of an input relative to th
 
 @partial(jax.tree_util.register_dataclass, data_fields=("weight", "input_scale"), meta_fields=())
 @dataclass(frozen=True, repr=False, eq=False)
-class ScaledTensor:
+class ScaledTensor(WrappedTensor):
     """A weight ``[..., K, N]`` kept as a quantized one whose inputs are to be multiplied first, as AWQ makes it.
 
     ``x @ w == (x * input_scale) @ weight``.
@@ -29,32 +29,7 @@ class ScaledTensor:
       input_scale: ``[..., K]``, of the type of the dense weight.
     """
 
-    weight: Any
     input_scale: Any
-
-    __array_ufunc__: ClassVar[None] = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(..., K, N)``."""
-        return self.weight.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.weight.ndim
-
-    @property
-    def dtype(self):
-        """The type that :meth:`dequantize` gives by default."""
-        return self.weight.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the arrays take."""
-        return self.weight.nbytes + self.input_scale.size * self.input_scale.dtype.itemsize
-
-    def __repr__(self) -> str:
-        return f"ScaledTensor({self.weight!r})"
 
     def matmul(self, x, **options) -> jax.Array:
         """:func:`jax_wonly.matmul` of ``x [..., K]`` with this weight; ``options`` are its further arguments.
@@ -78,13 +53,7 @@ class ScaledTensor:
         return dense.astype(self.dtype if dtype is None else dtype)
 
 
-jax.export.register_pytree_node_serialization(
-    ScaledTensor,
-    serialized_name="jax_wonly.ScaledTensor",
-    serialize_auxdata=lambda meta: b"",
-    deserialize_auxdata=lambda data: (),
-    from_children=lambda aux_data, children: ScaledTensor(*children),
-)
+register_for_export(ScaledTensor)
 
 
 def awq(

@@ -45,7 +45,22 @@ class Stored:
     nbytes: int
 
 
-class SafetensorsFiles(Mapping[str, Stored]):
+class _Tensors(Mapping[str, Stored]):
+    """What a file says of its tensors, by name."""
+
+    _stored: dict[str, Stored]
+
+    def __getitem__(self, name: str) -> Stored:
+        return self._stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+class SafetensorsFiles(_Tensors):
     """The tensors of one or several safetensors files, by name."""
 
     def __init__(self, paths: list[Path]):
@@ -72,15 +87,6 @@ class SafetensorsFiles(Mapping[str, Stored]):
                     self._files[name] = file
             except (SafetensorError, OSError, UnicodeDecodeError) as error:
                 raise FormatError(f"jax_wonly: {path} is not a sound safetensors file: {error}") from error
-
-    def __getitem__(self, name: str) -> Stored:
-        return self._stored[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a NumPy array (bfloat16 through ``ml_dtypes``).
@@ -249,7 +255,7 @@ class _Cursor:
         return np.frombuffer(self.take(dtype.itemsize, "a value").tobytes(), dtype)[0].item()
 
 
-class GgufFile(Mapping[str, Stored]):
+class GgufFile(_Tensors):
     """The tensors of a GGUF file (version 2 or 3, little-endian), by name; shapes are row-major, ``[N, K]``."""
 
     def __init__(self, path: Path):
@@ -299,15 +305,6 @@ class GgufFile(Mapping[str, Stored]):
                     f"are {max(len(data) - start, 0)} bytes, aligned to {alignment}."
                 )
             self._stored[name], self._at[name] = stored, start + offset
-
-    def __getitem__(self, name: str) -> Stored:
-        return self._stored[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
     def read(self, name: str) -> np.ndarray:
         """The bytes of the tensor, uint8 ``[..., bytes of a row]``, still in the map."""
