@@ -40,6 +40,18 @@ __device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16 low, __nv_bfloat16 h
   return __bfloat16_as_ushort(low) | static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16;
 }
 
+// Sixteen bytes of an array that are not aligned for a vector copy, or that its end cuts: zeros after `left` elements.
+template <typename T>
+__device__ __noinline__ uint4 load_some(const T* from, int64_t left) {
+  union {
+    uint4 vector;
+    T elements[16 / sizeof(T)];
+  } chunk;
+  chunk.vector = {};
+  for (int i = 0; i < static_cast<int>(16 / sizeof(T)) && i < left; ++i) chunk.elements[i] = from[i];
+  return chunk.vector;
+}
+
 __device__ __forceinline__ float load_element(const void* array, int64_t index, DType type) {
   switch (type) {
     case DType::kF16:

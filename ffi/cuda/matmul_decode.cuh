@@ -78,18 +78,6 @@ struct Shape {
   }
 };
 
-// Sixteen bytes of x that are not aligned, or that the row's end cuts: zeros after `left` elements.
-template <typename X>
-__device__ __noinline__ uint4 load_some(const X* from, int left) {
-  union {
-    uint4 vector;
-    X elements[16 / sizeof(X)];
-  } chunk;
-  chunk.vector = {};
-  for (int i = 0; i < static_cast<int>(16 / sizeof(X)) && i < left; ++i) chunk.elements[i] = from[i];
-  return chunk.vector;
-}
-
 // 32 activations as they lie in memory.
 template <int kDigits>
 struct Block {

@@ -144,18 +144,6 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-// Sixteen bytes of x that are not aligned for cp.async, or that the row's end cuts: zeros after `left` elements.
-template <typename X>
-__device__ __noinline__ uint4 load_some(const X* from, int64_t left) {
-  union {
-    uint4 vector;
-    X elements[16 / sizeof(X)];
-  } chunk;
-  chunk.vector = {};
-  for (int i = 0; i < static_cast<int>(16 / sizeof(X)) && i < left; ++i) chunk.elements[i] = from[i];
-  return chunk.vector;
-}
-
 // One value for each of a lane's outputs, rows g and g + 8 of every strip.
 template <int kAtoms, typename Read>
 __device__ __forceinline__ void for_rows(float (&to)[kAtoms][2], int g, Read&& read) {
