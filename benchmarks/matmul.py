@@ -10,20 +10,16 @@ the same groups.
 
 import argparse
 import json
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
+from _common import Calls, copies_of, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "h100-matmul.json"
-L2_BYTES = 50 << 20
 TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
 
@@ -62,45 +58,6 @@ SUITES = {
 def xla_product(x, codes, scales):
     """What XLA makes of int4 codes [G, K / G, N] and scales [G, 1, N]."""
     return x @ (codes.astype(x.dtype) * scales).reshape(x.shape[1], -1)
-
-
-class Calls:
-    """Calls of one compiled function that take the next set of operands each time."""
-
-    def __init__(self, function, operands):
-        self.operands = operands
-        self.compiled = jax.jit(function).lower(*operands[0]).compile()
-        self.next = 0
-        self.times = []
-        self.kernel = ""
-        self.run(2)
-
-    def run(self, count):
-        for _ in range(count):
-            result = self.compiled(*self.operands[self.next % len(self.operands)])
-            self.next += 1
-        return jax.block_until_ready(result)
-
-    def measure(self, count):
-        cupti = mosaic_gpu_lib._mosaic_gpu_ext
-        cupti._cupti_init()
-        try:
-            self.run(count)
-        finally:
-            timings = cupti._cupti_get_timings(True)
-        kernels = len(timings) // count
-        assert kernels * count == len(timings), "calls differ in their number of kernels"
-        for first in range(0, len(timings), kernels):
-            self.times.append(1e3 * sum(time for _, time in timings[first : first + kernels]))
-        self.kernel = " + ".join(sorted({name.split("<")[0].split("(")[0][-60:] for name, _ in timings[:kernels]}))
-
-    @property
-    def us(self):
-        return statistics.median(self.times)
-
-
-def copies_of(nbytes):
-    return max(2, -(-(4 * L2_BYTES + (10 << 20)) // nbytes))
 
 
 def measure(options, rounds, calls, dense_cache):
@@ -163,10 +120,6 @@ def measure(options, rounds, calls, dense_cache):
     }
 
 
-def command(*words):
-    return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -178,9 +131,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
     args = parser.parse_args()
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        sys.exit(f"benchmarks/matmul.py needs an NVIDIA GPU; JAX has {device.platform}")
+    require_gpu("matmul.py")
 
     rows: dict[tuple, dict] = {}
     identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m")
@@ -188,18 +139,10 @@ def main() -> None:
         rows = {tuple(row[i] for i in identity): row for row in json.loads(args.output.read_text())["rows"]}
     cases = [options for suite in args.suite for options in SUITES[suite]]
     dense_cache: dict = {}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     for options in progress(cases, label="products"):
         row = measure(options, args.rounds, args.calls, dense_cache)
         rows[tuple(row[i] for i in identity)] = row
-        report = {
-            "device": device.device_kind,
-            "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-            "jax": jax.__version__,
-            "commit": args.commit or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-            "rows": list(rows.values()),
-        }
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        save(args.output, list(rows.values()), args.commit)
     for row in rows.values():
         print(
             f"{row['k']:6} x {row['n']:6} M {row['m']:5} {row['dtype']:8} int{row['bits']} g{row['group_size']:<5} "

@@ -76,7 +76,9 @@ def main() -> None:
         products[int(k), int(n), int(m)].append((float(us), gbps, config))
     for (k, n, m), rows in products.items():
         for us, gbps, (strips, tiles, warps, cluster, ctas) in sorted(rows)[: args.top]:
-            if strips == "0":
+            if strips == "-1":
+                name = f"decode: {tiles} parts, cluster {cluster}"
+            elif strips == "0":
                 name = f"warpgroup: {8 * int(tiles)} tokens, {warps} warpgroups, cluster {cluster}"
             else:
                 name = (
