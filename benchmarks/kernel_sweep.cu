@@ -1,13 +1,13 @@
-// Checks and times every configuration of the product's kernels, without Python in between: the source of the numbers in
-// ffi/cuda/matmul.cu. Build and run with benchmarks/tune.py.
+// Checks and times every configuration of the product's kernels, without Python in between: the source of the numbers
+// in ffi/cuda/matmul.cu. Build and run with benchmarks/tune.py.
 //
 //   kernel_sweep check [EVERY]
 //       every instance (one case in EVERY) on odd shapes against a float64 sum, exit status 1 on a mismatch
 //   kernel_sweep time BITS GROUP X MS SHAPES
 //       one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
 //       X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
-//       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups; the decode kernel: atoms -1, tiles for
-//       parts
+//       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups
+//       the decode kernel: atoms -1, tiles for parts
 //
 // Time: a CUDA graph of calls that rotate through more than four times the L2 of weights, median over replays.
 
