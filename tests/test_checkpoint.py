@@ -298,12 +298,14 @@ def test_tensors_are_read_when_asked_for(rng, tmp_path, monkeypatch, capsys):
 
 def test_shards(rng, tmp_path):
     tensors = {f"{i}": rng.normal(size=(8, 8)).astype(np.float32) for i in range(5)}
+    tensors["quantized"] = jw.quantize(rng.normal(size=(64, 8)).astype(np.float32), group_size=32)
+    tensors["again"] = jw.quantize(rng.normal(size=(64, 8)).astype(np.float32), group_size=64)
     checkpoint.save(tmp_path, tensors, max_file_bytes=600)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert len(list(tmp_path.glob("*.safetensors"))) == 5
     ck = checkpoint.load(tmp_path)
     assert set(ck) == set(tensors)
     for name, value in tensors.items():
-        np.testing.assert_array_equal(ck[name], value)
+        jax.tree.map(np.testing.assert_array_equal, ck[name], value)
     index = tmp_path / "model.safetensors.index.json"
     for name in ("../model.safetensors", "/etc/passwd", "model.bin"):
         index.write_text(json.dumps({"weight_map": {"0": name}}))

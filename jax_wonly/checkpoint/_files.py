@@ -73,11 +73,13 @@ class SafetensorsFiles(_Tensors):
         self._stored: dict[str, Stored] = {}
         self._files: dict[str, Any] = {}
         self.metadata: dict[str, str] = {}
+        self.metadata_of_files: list[dict[str, str]] = []
         for path in paths:
             try:
                 file = safe_open(path, framework="numpy")
                 names = file.keys()
-                self.metadata |= file.metadata() or {}
+                self.metadata_of_files.append(file.metadata() or {})
+                self.metadata |= self.metadata_of_files[-1]
                 for name in names:
                     if name in self._stored:
                         raise FormatError(f"jax_wonly: tensor {name!r} is in several files of {path.parent}.")

@@ -417,16 +417,20 @@ def read_torchao(r: Reader) -> Iterator[Entry]:
 
 
 def read_own(r: Reader) -> Iterator[Entry]:
+    versions, entries = set(), []
     try:
-        header = json.loads(r.files.metadata[OWN_KEY])
-        version, tensors = header["version"], header["tensors"]
-        entries = [(str(name), dict(meta)) for name, meta in tensors.items()]
+        # Each file describes its own tensors.
+        for text in (metadata[OWN_KEY] for metadata in r.files.metadata_of_files if OWN_KEY in metadata):
+            header = json.loads(text)
+            versions.add(header["version"])
+            entries += [(str(name), dict(meta)) for name, meta in header["tensors"].items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(
             f"jax_wonly: the metadata {OWN_KEY!r} is not that of jax_wonly.checkpoint: {error!r}"
         ) from error
-    if version != OWN_VERSION:
-        raise FormatError(f"jax_wonly: the file is of version {version!r}; accepted: {OWN_VERSION}.")
+    if versions != {OWN_VERSION}:
+        found = ", ".join(sorted(map(repr, versions)))
+        raise FormatError(f"jax_wonly: the file is of version {found}; accepted: {OWN_VERSION}.")
     for name, meta in entries:
         names = r.claim(name, (".qvalue", ".scales"), (".zeros", ".offsets", ".permutation"))
         try:
