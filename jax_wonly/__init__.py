@@ -1,8 +1,11 @@
 """Fast int4 and int8 weight-only quantized matrix products for JAX.
 
+>>> import jax.numpy as jnp
 >>> import jax_wonly as jw
+>>> w, x = jnp.ones((256, 64)), jnp.ones((4, 256))
 >>> qt = jw.quantize(w, bits=4, group_size=128)
->>> y = jw.matmul(x, qt)
+>>> jw.matmul(x, qt).shape
+(4, 64)
 """
 
 import importlib

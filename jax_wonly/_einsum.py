@@ -42,6 +42,12 @@ def einsum(
     Raises:
       TypeError: an argument has a wrong type or dtype.
       ValueError: the equation is not one such product, or the shapes do not fit it.
+
+    Example:
+      >>> x = jnp.ones((2, 5, 128))
+      >>> query = jw.quantize(jnp.ones((128, 4 * 16)))
+      >>> jw.einsum("btd,dhk->bthk", x, query, axis_sizes={"h": 4}).shape
+      (2, 5, 4, 16)
     """
     _check_right("einsum", x, qt)
     if not isinstance(equation, str):
@@ -94,6 +100,11 @@ def dot_general(
     Raises:
       TypeError: an argument has a wrong type or dtype.
       ValueError: the dimension numbers are not one such product, or the shapes do not fit.
+
+    Example:
+      >>> x, experts = jnp.ones((8, 4, 128)), jw.quantize(jnp.ones((8, 128, 64)))
+      >>> jw.dot_general(x, experts, (((2,), (1,)), ((0,), (0,)))).shape
+      (8, 4, 64)
     """
     _check_right("dot_general", lhs, rhs)
     said = f"dimension_numbers={dimension_numbers!r}"

@@ -58,6 +58,13 @@ def ragged_dot(
       TypeError: an argument has a wrong type or dtype.
       ValueError: shapes do not fit, an option is not one of those accepted, or sizes in a NumPy array are negative or
         add up to more than M.
+
+    Example:
+      >>> experts = jw.quantize(jnp.ones((3, 128, 64)))
+      >>> x = jnp.ones((4, 128))
+      >>> y = jw.ragged_dot(x, experts, jnp.array([2, 0, 1]))
+      >>> y.shape, y[:, 0].tolist()
+      ((4, 64), [128.0, 128.0, 128.0, 0.0])
     """
     _check_experts("rhs", rhs)
     _check_x("lhs", lhs, rhs.k)
@@ -111,6 +118,13 @@ def gather_matmul(
     Raises:
       TypeError: an argument has a wrong type or dtype.
       ValueError: shapes do not fit, an option is not one of those accepted, or ids in a NumPy array are out of range.
+
+    Example:
+      >>> experts = jw.quantize(jnp.arange(3.0)[:, None, None] * jnp.ones((3, 128, 64)))
+      >>> x, ids = jnp.ones((2, 128)), jnp.array([[0, 1], [2, 1]])
+      >>> y = jw.gather_matmul(x[:, None], experts, ids)
+      >>> y.shape, y[..., 0].tolist()
+      ((2, 2, 64), [[0.0, 128.0], [256.0, 128.0]])
     """
     _check_experts("qt", qt)
     _check_x("x", x, qt.k)

@@ -32,7 +32,19 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Status:
-    """What can run here: whether each platform's kernels are registered, and if not, why."""
+    """What can run here: what :func:`status` returns; ``str`` gives three lines.
+
+    Attributes:
+      cpu, cuda: whether the platform's kernels are registered.
+      cpu_reason, cuda_reason: why they are not, or None.
+      jaxlib: the version of the running jaxlib.
+      ffi_api: that of its FFI API, such as ``(0, 4)``.
+
+    Example:
+      >>> status = jw.status()
+      >>> status.cpu, status.cpu_reason
+      (True, None)
+    """
 
     cpu: bool
     cuda: bool
@@ -117,7 +129,14 @@ def ensure_registered() -> dict[str, str | None]:
 
 
 def status() -> Status:
-    """Says which platforms have compiled kernels here, and why the others do not."""
+    """Says which platforms have compiled kernels here, and why the others do not.
+
+    Example:
+      >>> print(jw.status())
+      jaxlib ... (FFI API ...)
+      cpu: kernels registered
+      cuda: ...
+    """
     reasons = ensure_registered()
     return Status(
         cpu=reasons["cpu"] is None,
@@ -188,5 +207,13 @@ def export_disabled_checks() -> list:
     """The ``disabled_checks=`` that ``jax.export.export`` needs for programs which call this package's kernels.
 
     The calls are versioned: a serialised program runs wherever ``jax_wonly`` of the same interface version is imported.
+
+    Example:
+      >>> qt = jw.quantize(jnp.ones((128, 64)))
+      >>> checks = jw.export_disabled_checks()
+      >>> program = jax.export.export(jax.jit(jw.matmul), disabled_checks=checks)(jnp.ones((4, 128)), qt)
+      >>> data = program.serialize()
+      >>> jax.export.deserialize(data).call(jnp.ones((4, 128)), qt).shape
+      (4, 64)
     """
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _abi.TARGETS]

@@ -66,6 +66,12 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     Raises:
       TypeError: ``codes`` is not uint8.
       ValueError: ``bits`` is not 4 or 8, or ``codes`` has fewer than two axes or no element.
+
+    Example:
+      >>> codes = jnp.arange(128 * 64, dtype=jnp.uint8).reshape(128, 64) % 16
+      >>> packed = jw.pack(codes, bits=4)
+      >>> packed.shape, packed.dtype
+      ((1, 2, 512), dtype('uint32'))
     """
     bits = check_bits(bits)
     codes = jnp.asarray(codes)
@@ -91,6 +97,11 @@ def unpack(qw: jax.Array, bits: int, k: int, n: int) -> jax.Array:
     Raises:
       TypeError: ``qw`` is not uint32.
       ValueError: ``bits`` is not 4 or 8, or ``qw`` is not the packed shape of a ``[k, n]`` weight.
+
+    Example:
+      >>> codes = jnp.arange(128 * 64, dtype=jnp.uint8).reshape(128, 64) % 16
+      >>> bool((jw.unpack(jw.pack(codes, 4), 4, 128, 64) == codes).all())
+      True
     """
     bits = check_bits(bits)
     qw = jnp.asarray(qw)

@@ -70,6 +70,15 @@ def matmul(
     Raises:
       TypeError: an argument has a wrong type or dtype.
       ValueError: shapes do not fit, or an option is not one of those accepted.
+
+    Example:
+      >>> w, x = jnp.ones((128, 64)), jnp.ones((4, 128), jnp.bfloat16)
+      >>> y = jw.matmul(x, jw.quantize(w), bias=jnp.ones(64), activation="relu")
+      >>> y.shape, y.dtype, float(y[0, 0])
+      ((4, 64), dtype(bfloat16), 129.0)
+      >>> qvalue, scales = jw.quantize(w)
+      >>> jw.matmul(x, qvalue, scales).shape
+      (4, 64)
     """
     permutation = None
     if isinstance(qw, PermutedTensor):

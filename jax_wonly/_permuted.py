@@ -22,6 +22,13 @@ class PermutedTensor(WrappedTensor):
     Attributes:
       weight: the :class:`~jax_wonly.QuantizedTensor` ``[..., K, N]`` with permuted rows.
       permutation: int32 ``[K]``.
+
+    Example:
+      >>> weight = jw.quantize(jax.random.normal(jax.random.key(0), (128, 64)))
+      >>> w = jw.PermutedTensor(weight, jnp.arange(128, dtype=jnp.int32)[::-1])
+      >>> x = jnp.arange(128.0)
+      >>> bool(jnp.allclose(x @ w, x[::-1] @ weight))
+      True
     """
 
     permutation: Any
@@ -32,7 +39,12 @@ class PermutedTensor(WrappedTensor):
         return matmul(x, self)
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
-        """The dense weight ``[..., K, N]``, inputs in their own order."""
+        """The dense weight ``[..., K, N]``, inputs in their own order; arguments as :func:`jax_wonly.dequantize`.
+
+        Args:
+          dtype: float16, bfloat16 or float32; default: the type of the scales.
+          implementation: None, ``"cpu"``, ``"cuda"`` or ``"xla"``.
+        """
         dense = self.weight.dequantize(dtype, implementation=implementation)
         return jnp.take(dense, jnp.argsort(self.permutation), axis=-2)
 

@@ -70,6 +70,13 @@ def quantize(
     Raises:
       TypeError: an argument has a wrong type or dtype.
       ValueError: an argument is outside of what is accepted, or ``w`` holds NaN or Inf (seen only outside of ``jit``).
+
+    Example:
+      >>> w = jax.random.normal(jax.random.key(0), (128, 64))
+      >>> jw.quantize(w, bits=4, group_size=64)
+      QuantizedTensor(int4[128, 64], group_size=64, symmetric, scales float32, 4.5 KiB)
+      >>> jw.quantize(w, bits=8, group_size=None, mode="integer_zeros", scale_dtype="bfloat16")
+      QuantizedTensor(int8[128, 64], group_size=128, zeros uint8, scales bfloat16, 8.2 KiB)
     """
     check_array("w", w)
     bits = check_bits(bits)
@@ -122,6 +129,12 @@ def dequantize(
 
     Raises:
       TypeError, ValueError: as :func:`jax_wonly.matmul`.
+
+    Example:
+      >>> w = jax.random.normal(jax.random.key(0), (128, 64))
+      >>> dense = jw.dequantize(jw.quantize(w, bits=8))
+      >>> dense.shape, bool(jnp.allclose(dense, w, atol=0.02))
+      ((128, 64), True)
     """
     if isinstance(qw, QuantizedTensor):
         if any(a is not None for a in (scales, zeros, offsets, k, bits)):

@@ -25,6 +25,13 @@ def shardings(qt: QuantizedTensor, sharding: NamedSharding) -> QuantizedTensor:
     Raises:
       TypeError: an argument has a wrong type.
       ValueError: the spec has more axes than the kernel, or a shard would split a tile or a group.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("model",))
+      >>> where = jax.sharding.NamedSharding(mesh, jax.P(None, "model"))
+      >>> qt = jw.quantize(jnp.ones((128, 64)))
+      >>> jw.shardings(qt, where).scales.spec
+      P(None, 'model')
     """
     if not isinstance(sharding, NamedSharding):
         raise TypeError(f"jax_wonly: sharding is a {type(sharding).__name__}; accepted: jax.sharding.NamedSharding.")
@@ -37,14 +44,47 @@ def shardings(qt: QuantizedTensor, sharding: NamedSharding) -> QuantizedTensor:
 
 
 def device_put(qt: QuantizedTensor, sharding: NamedSharding) -> QuantizedTensor:
-    """``jax.device_put`` of a quantized weight with the sharding of its dense kernel; see :func:`shardings`."""
+    """``jax.device_put`` of a quantized weight with the sharding of its dense kernel.
+
+    Args:
+      qt: a :class:`QuantizedTensor` ``[..., K, N]`` of arrays.
+      sharding: of the dense kernel, as in :func:`shardings`.
+
+    Returns:
+      The weight, its arrays placed.
+
+    Raises:
+      TypeError, ValueError: as :func:`shardings`.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("model",))
+      >>> qt = jw.quantize(jnp.ones((128, 64)))
+      >>> placed = jw.device_put(qt, jax.sharding.NamedSharding(mesh, jax.P(None, "model")))
+      >>> placed.qvalue.sharding.spec
+      P('model', None, None)
+    """
     return jax.device_put(qt, shardings(qt, sharding))
 
 
 def partition_specs(qt: QuantizedTensor, spec: PartitionSpec, mesh) -> QuantizedTensor:
-    """The specs of a quantized weight's arrays, for ``jax.shard_map``; arguments and errors as :func:`shardings`.
+    """The specs of a quantized weight's arrays, for ``jax.shard_map``; inside, :func:`local_shard` gives the weight.
 
-    Inside, :func:`local_shard` gives the weight of a device.
+    Args:
+      qt: a :class:`QuantizedTensor` ``[..., K, N]``, of arrays or of ``jax.ShapeDtypeStruct``.
+      spec: ``PartitionSpec(..., K, N)`` of the dense kernel.
+      mesh: a ``Mesh`` or ``AbstractMesh`` with the axes that ``spec`` names.
+
+    Returns:
+      A :class:`QuantizedTensor` of ``PartitionSpec``.
+
+    Raises:
+      TypeError, ValueError: as :func:`shardings`.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("model",))
+      >>> specs = jw.partition_specs(jw.quantize(jnp.ones((128, 64))), jax.P("model"), mesh)
+      >>> specs.qvalue, specs.scales
+      (P(None, 'model', None), P(None, None))
     """
     if not isinstance(qt, QuantizedTensor):
         raise TypeError(f"jax_wonly: qt is a {type(qt).__name__}; accepted: a QuantizedTensor.")
@@ -84,6 +124,22 @@ def local_shard(qt: QuantizedTensor, spec: PartitionSpec) -> QuantizedTensor:
     Args:
       qt: an argument that went in with ``partition_specs(qt, spec, mesh)``.
       spec: of the dense kernel, as there.
+
+    Returns:
+      A :class:`QuantizedTensor` of the device's arrays.
+
+    Raises:
+      NameError: outside of ``jax.shard_map``, where the axes of ``spec`` have no size.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> spec = jax.P("model")
+      >>> qt = jw.quantize(jnp.ones((128, 64)))
+      >>> def product(x, qt):
+      ...     return jax.lax.psum(jw.matmul(x, jw.local_shard(qt, spec)), "model")
+      >>> inputs = (jax.P(None, "model"), jw.partition_specs(qt, spec, mesh))
+      >>> jax.shard_map(product, mesh=mesh, in_specs=inputs, out_specs=jax.P())(jnp.ones((4, 128)), qt).shape
+      (4, 64)
     """
     k_axes, n_axes = (*spec, *(None,) * (qt.ndim - len(spec)))[-2:]
     k_parts, n_parts = (math.prod(jax.lax.axis_size(a) for a in axis_names(axes)) for axes in (k_axes, n_axes))

@@ -36,6 +36,15 @@ class QuantizedTensor:
       bits: 4 or 8.
       k, n: inputs and outputs. Leading axes (layers, experts) are those of the arrays, so that ``vmap`` and ``scan``
         see them.
+
+    Example:
+      >>> qt = jw.quantize(jax.random.normal(jax.random.key(0), (3, 128, 64)))
+      >>> qt
+      QuantizedTensor(int4[3, 128, 64], group_size=128, symmetric, scales float32, 12.8 KiB)
+      >>> qt.shape, qt.qvalue.shape, qt.scales.shape
+      ((3, 128, 64), (3, 1, 2, 512), (3, 1, 64))
+      >>> (jnp.ones((4, 128)) @ qt[0]).shape
+      (4, 64)
     """
 
     qvalue: Any
@@ -57,6 +66,7 @@ class QuantizedTensor:
 
     @property
     def ndim(self) -> int:
+        """The number of axes of :attr:`shape`, 2 or more."""
         return len(self.shape)
 
     @property
@@ -129,6 +139,7 @@ class QuantizedTensor:
 
     @property
     def T(self):  # noqa: N802
+        """Raises a TypeError: packing and scales go along K."""
         raise TypeError(
             "jax_wonly: a QuantizedTensor has no transpose, because its packing and scales go along K. Quantize "
             "w.T, or use qt.dequantize().T."
@@ -138,13 +149,13 @@ class QuantizedTensor:
         raise TypeError("jax_wonly: a QuantizedTensor is not converted to an array implicitly; use qt.dequantize().")
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
-        """The dense weight ``[..., K, N]``; see :func:`jax_wonly.dequantize`."""
+        """The dense weight ``[..., K, N]``; ``dtype`` and ``implementation`` as in :func:`jax_wonly.dequantize`."""
         from jax_wonly._quantize import dequantize
 
         return dequantize(self, dtype=dtype, implementation=implementation)
 
     def astype(self, dtype) -> "QuantizedTensor":
-        """The same codes with scales, float zeros and offsets of another floating type."""
+        """The same codes with scales, float zeros and offsets of another floating type, ``dtype``."""
 
         def cast(a):
             return a.astype(dtype) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a
@@ -155,6 +166,9 @@ class QuantizedTensor:
 
     def to_arrays(self, name: str = "") -> tuple[dict[str, jax.Array], dict[str, str]]:
         """Arrays and string metadata, as safetensors stores them; several tensors share a file under different names.
+
+        Args:
+          name: what the keys begin with.
 
         Returns:
           ``(arrays, metadata)`` with keys ``name.qvalue``, ``name.scales``, ... and ``name.bits``,
@@ -177,7 +191,11 @@ class QuantizedTensor:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Any], metadata: Mapping[str, str], name: str = "") -> "QuantizedTensor":
-        """The inverse of :meth:`to_arrays`; other entries of the two mappings are ignored.
+        """The inverse of :meth:`to_arrays`.
+
+        Args:
+          arrays, metadata: what it returned; other entries are ignored.
+          name: as there.
 
         Raises:
           ValueError: an entry is missing, the arrays are not of another format or version, or they do not fit each

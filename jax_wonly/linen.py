@@ -1,4 +1,4 @@
-"""Quantized parameters for Flax Linen.
+"""Quantized parameters for Flax Linen::
 
     params, report = jax_wonly.linen.quantize(variables["params"], bits=4, group_size=128)
     y = jax_wonly.linen.apply(model, {"params": params}, x)
@@ -63,6 +63,13 @@ class Layer:
       shape: of the kernel that one application sees, without the axes of ``nn.scan`` and ``nn.vmap``.
       kernel: the parts that the axes of ``shape`` play; None if the layer cannot use a quantized kernel.
       refusal: why it cannot.
+
+    Example:
+      >>> model = linen.DenseGeneral((4, 16))
+      >>> variables = model.init(jax.random.key(0), jnp.ones((1, 128)))
+      >>> layer = jw.linen.layers(model, variables, jnp.ones((1, 128)))[""]
+      >>> layer.type, layer.shape
+      ('DenseGeneral', (128, 4, 16))
     """
 
     type: str
@@ -79,10 +86,21 @@ def layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[
 
     Args:
       model: the model.
-      variables, *args, **kwargs: as for ``model.apply``.
+      variables: as for ``model.apply``, of arrays or of ``jax.ShapeDtypeStruct``.
+      args, kwargs: further arguments of ``model.apply``.
 
     Returns:
       The layers that were applied, by path, such as ``"blocks/attention/query"``.
+
+    Raises:
+      What applying the model raises, if shapes do not fit.
+
+    Example:
+      >>> model = linen.MultiHeadDotProductAttention(num_heads=4)
+      >>> x = jnp.ones((1, 5, 128))
+      >>> variables = jax.eval_shape(model.init, jax.random.key(0), x)
+      >>> sorted(jw.linen.layers(model, variables, x))
+      ['key', 'out', 'query', 'value']
     """
     found: dict[str, Layer] = {}
 
@@ -145,6 +163,15 @@ def quantize(
       TypeError: ``params`` is no mapping, an option is unknown, or ``predicate`` returns neither a bool nor a dict.
       ValueError: ``params`` holds other collections or quantized kernels, or a group size that ``predicate`` asked for
         does not divide the inputs of its layer.
+
+    Example:
+      >>> model = linen.Sequential([linen.Dense(64), linen.Dense(10)])
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 128)))["params"]
+      >>> params, report = jw.linen.quantize(params, bits=4, group_size=64)
+      >>> params["layers_0"]["kernel"]
+      QuantizedTensor(int4[128, 64], group_size=64, symmetric, scales float32, 4.5 KiB)
+      >>> jw.linen.apply(model, {"params": params}, jnp.ones((4, 128))).shape
+      (4, 10)
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"jax_wonly: params is a {type(params).__name__}; accepted: a mapping, variables['params'].")
@@ -241,6 +268,14 @@ def intercept() -> Iterator[None]:
     """Within this context, Linen's layers multiply with quantized kernels where their parameters hold some.
 
     It has to be there while a model is traced, so inside of the function that is compiled, or around its first call.
+
+    Example:
+      >>> model = linen.Dense(64)
+      >>> params, report = jw.linen.quantize(model.init(jax.random.key(0), jnp.ones((1, 128)))["params"])
+      >>> with jw.linen.intercept():
+      ...     y = model.apply({"params": params}, jnp.ones((4, 128)))
+      >>> y.shape
+      (4, 64)
     """
     with nn.intercept_methods(_intercept):
         yield
@@ -249,9 +284,23 @@ def intercept() -> Iterator[None]:
 def apply(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
     """``model.apply(variables, *args, **kwargs)`` within :func:`intercept`.
 
+    Args:
+      model: the model.
+      variables: its variables, with parameters that :func:`quantize` returned.
+      args, kwargs: further arguments of ``model.apply``.
+
+    Returns:
+      What ``model.apply`` does.
+
     Raises:
       TypeError: a module that is none of Linen's linear layers holds a quantized kernel.
       ValueError: a kernel does not fit its layer or the input.
+
+    Example:
+      >>> model = linen.Dense(64)
+      >>> params, report = jw.linen.quantize(model.init(jax.random.key(0), jnp.ones((1, 128)))["params"])
+      >>> jw.linen.apply(model, {"params": params}, jnp.ones((4, 128))).shape
+      (4, 64)
     """
     with intercept():
         return model.apply(variables, *args, **kwargs)
@@ -380,7 +429,23 @@ def kernel_init(
     group_size: int | None = 128,
     **options: Any,
 ) -> Callable[..., QuantizedTensor]:
-    """Returns an initializer that quantizes what ``initializer`` draws, with arguments of ``jax_wonly.quantize``."""
+    """Returns an initializer that quantizes what ``initializer`` draws.
+
+    Args:
+      initializer: called with a key, a shape ``[..., K, N]`` and a type.
+      bits, group_size, options: arguments of ``jax_wonly.quantize``.
+
+    Returns:
+      A function of key, shape and type that gives a :class:`jax_wonly.QuantizedTensor`.
+
+    Raises:
+      TypeError, ValueError: the initializer that is returned raises what ``jax_wonly.quantize`` does.
+
+    Example:
+      >>> draw = jw.linen.kernel_init(bits=8, group_size=64)
+      >>> draw(jax.random.key(0), (128, 64))
+      QuantizedTensor(int8[128, 64], group_size=64, symmetric, scales float32, 8.5 KiB)
+    """
 
     def initialize(key, shape, dtype=jnp.float32):
         return quantize_array(initializer(key, shape, dtype), bits=bits, group_size=group_size, **options)
@@ -389,7 +454,25 @@ def kernel_init(
 
 
 def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Flax's ``promote_dtype``, to which a quantized kernel counts with the type of its scales and stays as it is."""
+    """Flax's ``promote_dtype``, to which a quantized kernel counts with the type of its scales and stays as it is.
+
+    Args:
+      arrays: arrays, quantized weights or None.
+      dtype: what to promote to; None: what the arrays promote to.
+      inexact: whether that must be a floating type.
+
+    Returns:
+      A list of the arrays in that type, quantized ones as they came.
+
+    Raises:
+      ValueError: ``inexact`` with a ``dtype`` that is not floating.
+
+    Example:
+      >>> kernel = jw.quantize(jnp.ones((128, 64), jnp.bfloat16))
+      >>> x, same = jw.linen.promote_dtype(jnp.ones((4, 128), jnp.float32), kernel)
+      >>> x.dtype, same is kernel
+      (dtype('float32'), True)
+    """
     like = [_like(array) if isinstance(array, QuantizedTensor) else array for array in arrays]
     promoted = default_promote_dtype(*like, dtype=dtype, inexact=inexact)
     return [old if isinstance(old, QuantizedTensor) else new for old, new in zip(arrays, promoted, strict=True)]
@@ -398,16 +481,19 @@ def promote_dtype(*arrays: Any, dtype: Any = None, inexact: bool = True) -> list
 class DotGeneral:
     """``jax.lax.dot_general`` for a kernel that may be quantized: the ``dot_general_cls`` of ``nn.Dense``.
 
-    It needs no interception. The kernel reaches it as a :class:`jax_wonly.QuantizedTensor` from a layer such as
+    It needs no interception. The kernel reaches it as a :class:`jax_wonly.QuantizedTensor` from a layer such as that of
+    the example, whose parameters are those that :func:`quantize` makes of a dense layer in the same scheme.
 
-        nn.Dense(
-            512,
-            kernel_init=jax_wonly.linen.kernel_init(bits=4, group_size=128),
-            promote_dtype=jax_wonly.linen.promote_dtype,
-            dot_general_cls=jax_wonly.linen.DotGeneral,
-        )
-
-    whose parameters are those that :func:`quantize` makes of a dense layer in the same scheme.
+    Example:
+      >>> layer = linen.Dense(
+      ...     64,
+      ...     kernel_init=jw.linen.kernel_init(bits=4, group_size=128),
+      ...     promote_dtype=jw.linen.promote_dtype,
+      ...     dot_general_cls=jw.linen.DotGeneral,
+      ... )
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 128)))
+      >>> layer.apply(variables, jnp.ones((4, 128))).shape
+      (4, 64)
     """
 
     def __call__(
@@ -434,6 +520,14 @@ class QuantizedDense(nn.Module):
       activation: applied to the product after the bias, as in ``jax_wonly.matmul``.
       implementation: as in ``jax_wonly.matmul``.
       use_bias, dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype: as in ``nn.Dense``.
+
+    Example:
+      >>> layer = jw.linen.QuantizedDense(64, bits=8, activation="relu")
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 128)))
+      >>> variables["params"]["kernel"]
+      QuantizedTensor(int8[128, 64], group_size=128, symmetric, scales float32, 8.2 KiB)
+      >>> layer.apply(variables, jnp.ones((4, 128))).shape
+      (4, 64)
     """
 
     features: int

@@ -25,6 +25,15 @@ def progress(
       total: how many items there are; ``len(items)`` by default.
       unit: what an item is, such as ``"layers"``.
       file: where to draw, standard error by default.
+
+    Raises:
+      TypeError: ``items`` has no length, and ``total`` is None.
+
+    Example:
+      >>> import sys
+      >>> from jax_wonly.progress import progress
+      >>> list(progress(range(3), "load", unit="tensors", file=sys.stderr))
+      [0, 1, 2]
     """
     out = sys.stderr if file is None else file
     if total is None:

@@ -1,11 +1,11 @@
 """Quantizers that look at more than the extremes of a group: clip search, HQQ, AWQ and GPTQ.
 
-For one weight ``w [..., K, N]``, with the second moments of its inputs where they are needed:
+For one weight ``w [..., K, N]``, with the second moments of its inputs where they are needed::
 
     moments = jax_wonly.algorithms.second_moments(x)          # of x [..., T, K]
     weight = jax_wonly.algorithms.gptq(w, moments, bits=4, group_size=128)
 
-For a Flax nnx model, in place:
+For a Flax nnx model, in place::
 
     report = jax_wonly.algorithms.quantize_model(model, batches, method="gptq", progress=True)
 

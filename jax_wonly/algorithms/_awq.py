@@ -27,6 +27,12 @@ class ScaledTensor(WrappedTensor):
     Attributes:
       weight: the :class:`~jax_wonly.QuantizedTensor` ``[..., K, N]``.
       input_scale: ``[..., K]``, of the type of the dense weight.
+
+    Example:
+      >>> x = jax.random.normal(jax.random.key(0), (32, 128))
+      >>> weight = jw.algorithms.awq(jnp.ones((128, 64)), jw.algorithms.second_moments(x))
+      >>> type(weight).__name__, weight.input_scale.shape, (x @ weight).shape
+      ('ScaledTensor', (128,), (32, 64))
     """
 
     input_scale: Any
@@ -47,7 +53,12 @@ class ScaledTensor(WrappedTensor):
         return self.matmul(x)
 
     def dequantize(self, dtype=None, *, implementation: str | None = None) -> jax.Array:
-        """The dense weight ``[..., K, N]`` of inputs that are not multiplied."""
+        """The dense weight ``[..., K, N]`` of inputs that are not multiplied.
+
+        Args:
+          dtype: float16, bfloat16 or float32; default: the type of the scales.
+          implementation: None, ``"cpu"``, ``"cuda"`` or ``"xla"``.
+        """
         dense = self.weight.dequantize(jnp.float32, implementation=implementation)
         dense = dense * self.input_scale.astype(jnp.float32)[..., None]
         return dense.astype(self.dtype if dtype is None else dtype)
@@ -81,6 +92,14 @@ def awq(
 
     Raises:
       TypeError, ValueError: as ``jax_wonly.quantize``, or ``moments`` do not fit.
+
+    Example:
+      >>> x = jax.random.normal(jax.random.key(0), (32, 128))
+      >>> w = jax.random.normal(jax.random.key(1), (128, 64))
+      >>> moments = jw.algorithms.second_moments(x)
+      >>> better = jw.algorithms.awq(w, moments)
+      >>> jw.algorithms.output_error(w, better, moments) < jw.algorithms.output_error(w, jw.quantize(w), moments)
+      True
     """
     scheme = Scheme.of(w, bits, group_size, mode, scale_dtype)
     moments = check_moments(moments, w)

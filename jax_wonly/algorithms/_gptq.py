@@ -51,6 +51,14 @@ def gptq(
 
     Raises:
       TypeError, ValueError: as ``jax_wonly.quantize``, or another argument does not fit.
+
+    Example:
+      >>> x = jax.random.normal(jax.random.key(0), (32, 128))
+      >>> w = jax.random.normal(jax.random.key(1), (128, 64))
+      >>> moments = jw.algorithms.second_moments(x)
+      >>> better = jw.algorithms.gptq(w, moments)
+      >>> jw.algorithms.output_error(w, better, moments) < jw.algorithms.output_error(w, jw.quantize(w), moments)
+      True
     """
     scheme = Scheme.of(w, bits, group_size, mode, scale_dtype)
     moments = check_moments(moments, w)

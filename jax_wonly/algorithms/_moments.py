@@ -40,9 +40,10 @@ def second_moments(x) -> jax.Array:
       TypeError: ``x`` is no array of such a type.
       ValueError: it has fewer than two axes or no element, or holds NaN or Inf (seen only outside of ``jit``).
 
-    >>> second_moments(jnp.array([[1.0, 2.0], [3.0, 0.0]]))
-    Array([[5., 1.],
-           [1., 2.]], dtype=float32)
+    Example:
+      >>> jw.algorithms.second_moments(jnp.array([[1.0, 2.0], [3.0, 0.0]]))
+      Array([[5., 1.],
+             [1., 2.]], dtype=float32)
     """
     check_array("x", x)
     if len(x.shape) < 2 or 0 in x.shape:
@@ -101,6 +102,11 @@ def output_error(w, weight: Any, moments=None) -> float:
 
     Raises:
       TypeError, ValueError: shapes or types do not fit.
+
+    Example:
+      >>> w = jax.random.normal(jax.random.key(0), (128, 64))
+      >>> jw.algorithms.output_error(w, jw.quantize(w, bits=8)) < jw.algorithms.output_error(w, jw.quantize(w, bits=4))
+      True
     """
     check_array("w", w)
     dense = weight.dequantize(jnp.float32) if hasattr(weight, "dequantize") else check_array("weight", weight)

@@ -16,7 +16,19 @@ CLIP_TO = 0.5  # the smallest share of its extremes that a group is clipped to
 
 
 def absmax(w, *, bits: int = 4, group_size: int | None = 128, scale_dtype=None) -> QuantizedTensor:
-    """Round-to-nearest, from the largest magnitude of a group: ``jax_wonly.quantize`` with ``mode="symmetric"``."""
+    """Round-to-nearest, from the largest magnitude of a group: ``jax_wonly.quantize`` with ``mode="symmetric"``.
+
+    Args:
+      w: float16, bfloat16 or float32 ``[..., K, N]``.
+      bits, group_size, scale_dtype: as in ``jax_wonly.quantize``.
+
+    Raises:
+      TypeError, ValueError: as ``jax_wonly.quantize``.
+
+    Example:
+      >>> jw.algorithms.absmax(jax.random.normal(jax.random.key(0), (128, 64)), bits=8)
+      QuantizedTensor(int8[128, 64], group_size=128, symmetric, scales float32, 8.2 KiB)
+    """
     return quantize(w, bits=bits, group_size=group_size, mode="symmetric", scale_dtype=scale_dtype)
 
 
@@ -25,8 +37,17 @@ def minmax(
 ) -> QuantizedTensor:
     """Round-to-nearest, from both extremes of a group: ``jax_wonly.quantize`` with another ``mode``.
 
+    Args:
+      w: float16, bfloat16 or float32 ``[..., K, N]``.
+      bits, group_size, scale_dtype: as in ``jax_wonly.quantize``.
+      mode: ``"integer_zeros"``, ``"float_zeros"`` or ``"offsets"``.
+
     Raises:
       TypeError, ValueError: as ``jax_wonly.quantize``; or ``mode="symmetric"``, which is :func:`absmax`.
+
+    Example:
+      >>> jw.algorithms.minmax(jax.random.normal(jax.random.key(0), (128, 64)), group_size=64)
+      QuantizedTensor(int4[128, 64], group_size=64, zeros uint8, scales float32, 4.6 KiB)
     """
     if mode == "symmetric":
         raise ValueError(
@@ -98,6 +119,11 @@ def mse(
 
     Raises:
       TypeError, ValueError: as ``jax_wonly.quantize``, or ``moments`` do not fit.
+
+    Example:
+      >>> w = jax.random.normal(jax.random.key(0), (128, 64))
+      >>> jw.algorithms.output_error(w, jw.algorithms.mse(w)) < jw.algorithms.output_error(w, jw.quantize(w))
+      True
     """
     scheme = Scheme.of(w, bits, group_size, mode, scale_dtype)
     return _mse(jnp.asarray(w), None if moments is None else check_moments(moments, w), scheme)
@@ -130,6 +156,10 @@ def hqq(
 
     Raises:
       TypeError, ValueError: as ``jax_wonly.quantize``, or a number is out of its range.
+
+    Example:
+      >>> jw.algorithms.hqq(jax.random.normal(jax.random.key(0), (128, 64)), group_size=64)
+      QuantizedTensor(int4[128, 64], group_size=64, zeros float32, scales float32, 5.0 KiB)
     """
     scheme = Scheme.of(w, bits, group_size, "float_zeros", scale_dtype)
     for name, value, fits, accepted in (

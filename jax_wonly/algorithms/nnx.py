@@ -53,15 +53,36 @@ Forward = Callable[[Any, Any], Any]
 
 
 class CalibrationStat(nnx.Variable):
-    """What a layer has seen of its inputs, while it is calibrated."""
+    """What a layer has seen of its inputs, while it is calibrated.
+
+    Example:
+      >>> from jax_wonly.algorithms.nnx import CalibrationStat
+      >>> issubclass(CalibrationStat, nnx.Variable), issubclass(CalibrationStat, nnx.Param)
+      (True, False)
+    """
 
 
 class InputScale(nnx.BatchStat):
-    """The factors of a layer's inputs: saved with a model's parameters, left alone by optimizers of ``nnx.Param``."""
+    """The factors of a layer's inputs: saved with a model's parameters, left alone by optimizers of ``nnx.Param``.
+
+    Example:
+      >>> layer = jw.algorithms.ScaledLinear(128, 64, rngs=nnx.Rngs(0))
+      >>> type(layer.input_scale).__name__, layer.input_scale.shape
+      ('InputScale', (128,))
+    """
 
 
 class ScaledLinear(QuantizedLinear):
-    """A quantized linear layer whose inputs are multiplied first: the layer of a :class:`ScaledTensor`."""
+    """A quantized linear layer whose inputs are multiplied first: the layer of a :class:`ScaledTensor`.
+
+    Args:
+      in_features, out_features, options: as in :class:`jax_wonly.nnx.QuantizedLinear`.
+
+    Example:
+      >>> layer = jw.algorithms.ScaledLinear(128, 64, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((4, 128))).shape, type(layer.weight).__name__
+      ((4, 64), 'ScaledTensor')
+    """
 
     def __init__(self, in_features: int, out_features: int, **options: Any):
         super().__init__(in_features, out_features, **options)
@@ -80,8 +101,16 @@ class ScaledLinear(QuantizedLinear):
 class Calibration(Mapping[str, jax.Array]):
     """The second moments of layers' inputs, float32 ``[..., K, K]`` by path; layers that were not called are left out.
 
+    Made by :func:`calibrate`.
+
     Attributes:
       counts: how many inputs each layer has seen; of stacked layers the one that has seen the fewest.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(128, 64, rngs=nnx.Rngs(0)))
+      >>> calibration = jw.algorithms.calibrate(model, [jnp.ones((32, 128))])
+      >>> calibration["layers/0"].shape, calibration.counts
+      ((128, 128), {'layers/0': 32})
     """
 
     def __init__(self, moments: Mapping[str, jax.Array], counts: Mapping[str, int]):
@@ -103,10 +132,21 @@ class Calibration(Mapping[str, jax.Array]):
 
 @dataclasses.dataclass(frozen=True)
 class ModelReport(Report):
-    """What :func:`quantize_model` did to a model."""
+    """What :func:`quantize_model` did to a model: a :class:`jax_wonly.nnx.Report`.
+
+    Attributes:
+      layers, skipped, model_bytes_before, model_bytes_after: as there.
+      output_errors: for each layer with moments, by path, the relative error of its outputs on the calibration data,
+        as :func:`output_error`.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(128, 64, rngs=nnx.Rngs(0)))
+      >>> report = jw.algorithms.quantize_model(model, [jnp.ones((32, 128))], method="awq")
+      >>> list(report.output_errors), report.layers[0].scheme
+      (['layers/0'], 'int4, per channel, input scale')
+    """
 
     output_errors: Mapping[str, float]
-    """Relative error of the outputs of each layer on the calibration data, as :func:`output_error`."""
 
     def __str__(self) -> str:
         lines = [super().__str__()]
@@ -260,6 +300,11 @@ def calibrate(
     Raises:
       TypeError: ``model`` is no module, or ``forward`` no function.
       ValueError: ``layers`` names something else than such a layer; there is no batch; or activations are not finite.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(128, 64, rngs=nnx.Rngs(0)))
+      >>> jw.algorithms.calibrate(model, [jnp.ones((32, 128))] * 2).counts
+      {'layers/0': 64}
     """
     _check_model(model)
     found = {p.path: p for p in _plan(model, {"group_size": None}, None, False)[0].values()}
@@ -439,6 +484,13 @@ def quantize_model(
       ValueError: an argument is outside of what is accepted; ``batches`` is needed; or ``store`` has results of other
         weights or arguments. Before the first layer is replaced the model is as it was, and afterwards ``store`` keeps
         what is done.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(128, 64, rngs=nnx.Rngs(0)))
+      >>> batches = [jax.random.normal(jax.random.key(0), (32, 128))]
+      >>> report = jw.algorithms.quantize_model(model, batches, method="gptq")
+      >>> report.layers[0].path, report.layers[0].scheme
+      ('layers/0', 'int4, per channel')
     """
     _check_model(model)
     _check_method(method, "quantize_model")
@@ -656,6 +708,14 @@ def fold_input_scales(
       TypeError: ``model`` is no module.
       ValueError: a path is none of such a layer, layers do not share their input, or the model computes something else
         afterwards; the model is as it was then.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.LayerNorm(128, rngs=nnx.Rngs(0)), nnx.Linear(128, 64, rngs=nnx.Rngs(1)))
+      >>> batch = jax.random.normal(jax.random.key(0), (32, 128))
+      >>> before, calibration = model(batch), jw.algorithms.calibrate(model, [batch])
+      >>> moments = jw.algorithms.fold_input_scales(model, {"layers/0": ["layers/1"]}, calibration)
+      >>> bool(jnp.allclose(model(batch), before, atol=1e-4))
+      True
     """
     _check_model(model)
     found = dict(modules(model))

@@ -1,8 +1,8 @@
-"""Checkpoints of quantized weights: read those of other systems, write ours and theirs.
+"""Checkpoints of quantized weights: read those of other systems, write ours and theirs::
 
->>> checkpoint = jax_wonly.checkpoint.load("path/to/folder")
->>> print(checkpoint)
->>> y = x @ checkpoint["model.layers.0.mlp.up_proj.weight"]
+    checkpoint = jax_wonly.checkpoint.load("path/to/folder")
+    print(checkpoint)
+    y = x @ checkpoint["model.layers.0.mlp.up_proj.weight"]
 
 Needs safetensors: ``pip install 'jax-wonly[checkpoint]'`` (GGUF files do not). Nothing is ever unpickled or evaluated.
 """
@@ -43,7 +43,7 @@ FORMATS = ("auto", "gguf", *READERS)
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The tensors of a checkpoint, each read when it is asked for, and not kept.
+    """The tensors of a checkpoint, each read when it is asked for, and not kept. Made by :func:`load`.
 
     A value is a :class:`~jax_wonly.QuantizedTensor` or :class:`PermutedTensor` ``[K, N]`` (inputs by outputs), or a
     dense array exactly as stored: PyTorch's ``[out, in]`` in most of these formats.
@@ -52,6 +52,16 @@ class Checkpoint(Mapping[str, Any]):
       path: where it was found.
       format: how it is stored.
       config: the configuration of its quantization, or the metadata of a GGUF file.
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> jw.checkpoint.save(folder, {"up.weight": jw.quantize(jnp.ones((128, 64))), "norm.scale": jnp.ones(64)})
+      >>> ck = jw.checkpoint.load(folder)
+      >>> ck.format, list(ck)
+      ('jax_wonly', ['up.weight', 'norm.scale'])
+      >>> ck["up.weight"]
+      QuantizedTensor(int4[128, 64], group_size=128, symmetric, scales float32, 4.2 KiB)
     """
 
     def __init__(self, path: Path, format: str, config: Mapping[str, Any], entries: Iterator[Entry], **options: Any):
@@ -87,7 +97,7 @@ class Checkpoint(Mapping[str, Any]):
         return _Items(self)
 
     def info(self, name: str) -> TensorInfo:
-        """What a tensor is, without reading it."""
+        """What the tensor ``name`` is, without reading it; KeyError if there is none."""
         return self._entries[name].info
 
     def _requantized(self) -> list[str]:
@@ -138,6 +148,14 @@ def load(
       FileNotFoundError: there is nothing at ``path``.
       FormatError: (a ``ValueError``) the files are damaged, pickles, or of a format that is not supported.
       ValueError: ``format`` or ``inexact`` is not one of those accepted.
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> jw.checkpoint.save(folder, {"up.weight": jw.quantize(jnp.ones((128, 64)))}, format="gptq")
+      >>> ck = jw.checkpoint.load(folder)
+      >>> ck.format, ck["up.weight"].shape
+      ('gptq', (128, 64))
     """
     for name, value, accepted in (("format", format, FORMATS), ("inexact", inexact, INEXACT)):
         check_choice(name, value, accepted)

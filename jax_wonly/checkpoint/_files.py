@@ -16,7 +16,18 @@ _JSON_LIMIT = 64 << 20  # bytes; an index of a million tensors is smaller
 
 
 class FormatError(ValueError):
-    """A file does not say what its format says it would."""
+    """A file does not say what its format says it would.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+      >>> _ = file.write_bytes(b"not a checkpoint")
+      >>> try:
+      ...     jw.checkpoint.load(file)
+      ... except jw.checkpoint.FormatError as error:
+      ...     print(type(error).__name__, isinstance(error, ValueError))
+      FormatError True
+    """
 
 
 def read_json(path: Path) -> dict[str, Any]:

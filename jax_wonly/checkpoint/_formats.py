@@ -26,21 +26,33 @@ INEXACT = ("requantize", "dense", "error")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a tensor of a checkpoint is, known before it is read."""
+    """What a tensor of a checkpoint is, known before it is read.
+
+    Attributes:
+      name: such as ``"model.layers.0.mlp.up_proj.weight"``.
+      format: ``"dense"``, or how the file stores it: ``"awq"``, ``"gptq"``, ``"Q4_K"``, ...
+      shape: of what is read: ``[K, N]`` for a quantized weight, the file's own shape for a dense array.
+      bits: of a code in the file; None for a dense array.
+      group_size: inputs that share a scale in the file; None for a dense array.
+      nbytes: bytes in the file.
+      exact: whether a :class:`~jax_wonly.QuantizedTensor` holds the same values.
+
+    Example:
+      >>> import tempfile
+      >>> folder = tempfile.mkdtemp()
+      >>> jw.checkpoint.save(folder, {"up.weight": jw.quantize(jnp.ones((128, 64)))})
+      >>> info = jw.checkpoint.load(folder).info("up.weight")
+      >>> info.shape, info.bits, info.group_size, info.exact
+      ((128, 64), 4, 128, True)
+    """
 
     name: str
     format: str
-    """``"dense"``, or how the file stores it: ``"awq"``, ``"gptq"``, ``"Q4_K"``, ..."""
     shape: tuple[int, ...]
-    """Of what is read: ``[K, N]`` for a quantized weight, the file's own shape for a dense array."""
     bits: int | None
-    """Bits of a code in the file."""
     group_size: int | None
-    """Inputs that share a scale in the file."""
     nbytes: int
-    """Bytes in the file."""
     exact: bool
-    """Whether a :class:`~jax_wonly.QuantizedTensor` holds the same values."""
 
 
 @dataclass(frozen=True)

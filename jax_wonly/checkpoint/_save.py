@@ -45,6 +45,13 @@ def save(
       ImportError: safetensors is not installed.
       TypeError: ``tensors`` is neither a mapping nor a model, or a value is no array.
       ValueError: the format cannot hold a weight, or is not one of those accepted. Nothing has been written then.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> jw.checkpoint.save(folder, {"up.weight": jw.quantize(jnp.ones((128, 64)))}, format="compressed-tensors")
+      >>> sorted(file.name for file in folder.iterdir())
+      ['config.json', 'model.safetensors']
     """
     try:
         from safetensors.numpy import save as serialize

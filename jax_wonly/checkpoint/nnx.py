@@ -30,6 +30,14 @@ class PermutedLinear(QuantizedLinear):
     """A quantized linear layer whose inputs are gathered first: the layer of a :class:`PermutedTensor`.
 
     ``kernel`` has its rows in the stored order; ``permutation`` says which input each is.
+
+    Args:
+      in_features, out_features, options: as in :class:`jax_wonly.nnx.QuantizedLinear`.
+
+    Example:
+      >>> layer = jw.checkpoint.PermutedLinear(128, 64, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((4, 128))).shape, type(layer.weight).__name__
+      ((4, 64), 'PermutedTensor')
     """
 
     def __init__(self, in_features: int, out_features: int, **options: Any):
@@ -48,16 +56,26 @@ class PermutedLinear(QuantizedLinear):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What :func:`load_into` did."""
+    """What :func:`load_into` did.
+
+    Attributes:
+      loaded: names in the model that got a value.
+      missing: names in the model that the checkpoint does not have.
+      unexpected: names in the checkpoint, after renaming, that the model does not have.
+      dequantized: those of ``loaded`` that are dense in the model and quantized in the checkpoint.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(128, 64, rngs=nnx.Rngs(0)))
+      >>> report = jw.checkpoint.load_into(model, {"layers.0.weight": jw.quantize(jnp.ones((128, 64)))}, strict=False)
+      >>> print(report)
+      1 tensors loaded, 0 of them dequantized
+      1 missing in the checkpoint: layers.0.bias
+    """
 
     loaded: tuple[str, ...]
-    """Names in the model that got a value."""
     missing: tuple[str, ...]
-    """Names in the model that the checkpoint does not have."""
     unexpected: tuple[str, ...]
-    """Names in the checkpoint, after renaming, that the model does not have."""
     dequantized: tuple[str, ...]
-    """Those of ``loaded`` that are dense in the model and quantized in the checkpoint."""
 
     def __str__(self) -> str:
         done = f"{len(self.loaded)} tensors loaded, {len(self.dequantized)} of them dequantized"
@@ -107,6 +125,11 @@ def tensors_of(model: nnx.Module) -> dict[str, Any]:
 
     Raises:
       TypeError: ``model`` is no module.
+
+    Example:
+      >>> model = nnx.Sequential(jw.nnx.QuantizedLinear(128, 64, rngs=nnx.Rngs(0)))
+      >>> sorted(jw.checkpoint.tensors_of(model))
+      ['layers.0.bias', 'layers.0.kernel']
     """
     _check_model(model)
     tensors: dict[str, Any] = {}
@@ -171,6 +194,13 @@ def load_into(
       TypeError: ``model`` is no module.
       ValueError: ``model`` is itself such a layer; tensors are missing or unexpected with ``strict``; two tensors
         have one name; a shape is another one; or a tensor is damaged.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(128, 64, use_bias=False, rngs=nnx.Rngs(0)))
+      >>> tensors = {"model.up.weight": jw.quantize(jnp.ones((128, 64)))}
+      >>> report = jw.checkpoint.load_into(model, tensors, rename=[("^model.up", "layers.0")])
+      >>> report.loaded, type(model.layers[0]).__name__
+      (('layers.0.kernel',), 'QuantizedLinear')
     """
     _check_model(model)
     if isinstance(model, QuantizedLayer) or replacement_for(model) is not None:

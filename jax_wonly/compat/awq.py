@@ -44,6 +44,13 @@ def decode(qweight, qzeros, scales) -> QuantizedTensor:
 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or the group size cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import awq
+      >>> qt = jw.quantize(jax.random.normal(jax.random.key(0), (128, 64)), mode="integer_zeros")
+      >>> arrays = awq.encode(qt)
+      >>> awq.decode(arrays["qweight"], arrays["qzeros"], arrays["scales"])
+      QuantizedTensor(int4[128, 64], group_size=128, zeros uint8, scales float32, 4.3 KiB)
     """
     qweight = as_words("qweight", qweight)
     check_shape("scales", scales, (None, None))
@@ -63,8 +70,17 @@ def decode(qweight, qzeros, scales) -> QuantizedTensor:
 def encode(qt: QuantizedTensor) -> dict:
     """The inverse of :func:`decode`: ``{"qweight": ..., "qzeros": ..., "scales": ...}``.
 
+    Args:
+      qt: an int4 weight ``[..., K, N]``, symmetric or with integer zeros.
+
     Raises:
       ValueError: the weight is int8, has floating zeros or offsets, or N is not a multiple of 8.
+
+    Example:
+      >>> from jax_wonly.compat import awq
+      >>> qt = jw.quantize(jax.random.normal(jax.random.key(0), (128, 64)), mode="integer_zeros")
+      >>> {name: array.shape for name, array in awq.encode(qt).items()}
+      {'qweight': (128, 8), 'qzeros': (1, 8), 'scales': (1, 64)}
     """
     codes, zeros = codes_and_zeros(qt, "AWQ")
     if qt.bits != 4 or qt.n % 8:

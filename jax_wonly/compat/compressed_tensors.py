@@ -66,6 +66,12 @@ def decode_packed(
 
     Raises:
       TypeError, ValueError: types, shapes or groups do not fit, or the group size cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import compressed_tensors
+      >>> arrays = compressed_tensors.encode_packed(jw.quantize(jnp.ones((128, 64))))
+      >>> compressed_tensors.decode_packed(arrays["weight_packed"], arrays["weight_scale"], arrays["weight_shape"])
+      QuantizedTensor(int4[128, 64], group_size=128, symmetric, scales float32, 4.2 KiB)
     """
     bits = check_bits_in(bits, BITS)
     n, k = (int(size) for size in shape)
@@ -86,11 +92,23 @@ def decode_packed(
 
 
 def decode_int8(weight, weight_scale, weight_zero_point=None) -> QuantizedTensor | PermutedTensor:
-    """The weight of "int-quantized" arrays: int8 ``[..., N, K]``, scales ``[..., N, K / group_size]`` (``[..., N, 1]``
-    or ``[1]`` without groups) and int8 zeros of the shape of the scales, or None.
+    """The weight of "int-quantized" arrays.
+
+    Args:
+      weight: int8 ``[..., N, K]``.
+      weight_scale: float16, bfloat16 or float32 ``[..., N, K / group_size]``; ``[..., N, 1]`` or ``[1]``: no groups.
+      weight_zero_point: int8 of the shape of the scales, or None.
+
+    Returns:
+      An int8 weight ``[..., K, N]``.
 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or the group size cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import compressed_tensors
+      >>> compressed_tensors.decode_int8(jnp.ones((64, 128), jnp.int8), jnp.ones((64, 1), jnp.bfloat16))
+      QuantizedTensor(int8[128, 64], group_size=128, symmetric, scales bfloat16, 8.1 KiB)
     """
     check_array("weight", weight, ("int8",))
     check_shape("weight", weight, (None, None))
@@ -114,11 +132,23 @@ def decode_int8(weight, weight_scale, weight_zero_point=None) -> QuantizedTensor
 
 
 def encode_packed(qt: QuantizedTensor | PermutedTensor) -> dict:
-    """The inverse of :func:`decode_packed`, of 4 or 8 bits: ``weight_packed``, ``weight_scale``, ``weight_shape``, and
-    ``weight_zero_point`` and ``weight_g_idx`` where the weight has zeros or a permutation.
+    """The inverse of :func:`decode_packed`, of 4 or 8 bits.
+
+    Args:
+      qt: a weight ``[..., K, N]``.
+
+    Returns:
+      ``weight_packed``, ``weight_scale``, ``weight_shape``, and ``weight_zero_point`` and ``weight_g_idx`` where the
+      weight has zeros or a permutation.
 
     Raises:
       ValueError: the weight has floating zeros or offsets.
+
+    Example:
+      >>> from jax_wonly.compat import compressed_tensors
+      >>> arrays = compressed_tensors.encode_packed(jw.quantize(jnp.ones((128, 64))))
+      >>> {name: array.shape for name, array in arrays.items()}
+      {'weight_packed': (64, 16), 'weight_scale': (64, 1), 'weight_shape': (2,)}
     """
     weight, codes, g_idx, zeros = in_order(qt, "compressed-tensors")
     arrays: dict[str, Any] = {"weight_g_idx": g_idx} if isinstance(qt, PermutedTensor) else {}

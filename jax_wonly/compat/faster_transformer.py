@@ -47,6 +47,11 @@ def pack_bytes(codes, bits: int, arch: int = 80) -> jax.Array:
     Raises:
       TypeError: ``codes`` is not uint8.
       ValueError: K or N does not fill whole tiles, or bits or arch is not one of those accepted.
+
+    Example:
+      >>> from jax_wonly.compat import faster_transformer
+      >>> faster_transformer.pack_bytes(jnp.full((128, 64), 8, jnp.uint8), bits=4).shape
+      (128, 32)
     """
     check_array("codes", codes, ("uint8",))
     k, n = codes.shape[-2:] if len(codes.shape) > 1 else (0, 0)
@@ -76,10 +81,18 @@ def unpack_bytes(packed, bits: int, k: int, n: int, arch: int = 80) -> jax.Array
 
     Args:
       packed: int8 or uint8, any two last axes with ``k * n * bits / 8`` bytes.
+      bits, k, n, arch: as they were packed.
 
     Raises:
       TypeError: ``packed`` is neither int8 nor uint8.
       ValueError: it has another number of bytes, or as :func:`pack_bytes`.
+
+    Example:
+      >>> from jax_wonly.compat import faster_transformer
+      >>> codes = jnp.arange(128 * 64, dtype=jnp.uint8).reshape(128, 64) % 16
+      >>> packed = faster_transformer.pack_bytes(codes, bits=4)
+      >>> bool((faster_transformer.unpack_bytes(packed, 4, k=128, n=64) == codes).all())
+      True
     """
     check_array("packed", packed, ("int8", "uint8"))
     bits = _check(bits, k, n, arch)
@@ -110,8 +123,19 @@ def _unpack_bytes(packed, bits: int, k: int, n: int, arch: int):
 def encode(qvalue, *, bits: int, k: int, n: int, arch: int = 80) -> jax.Array:
     """FasterTransformer's bytes of a packed array of ours; a symmetric weight's scales go with both.
 
+    Args:
+      qvalue: uint32 ``[..., ceil(n / 64), ceil(k / tile_k), 512]``.
+      bits, k, n: of the weight.
+      arch: as in :func:`pack_bytes`.
+
     Raises:
       TypeError, ValueError: as :func:`pack_bytes` and :func:`jax_wonly.unpack`.
+
+    Example:
+      >>> from jax_wonly.compat import faster_transformer
+      >>> qt = jw.quantize(jnp.ones((128, 64)), bits=8)
+      >>> faster_transformer.encode(qt.qvalue, bits=8, k=128, n=64).shape
+      (128, 64)
     """
     return pack_bytes(unpack(qvalue, bits, k, n), bits, arch)
 
@@ -119,7 +143,17 @@ def encode(qvalue, *, bits: int, k: int, n: int, arch: int = 80) -> jax.Array:
 def decode(packed, *, bits: int, k: int, n: int, arch: int = 80) -> jax.Array:
     """Our packed array, uint32 ``[..., ceil(n / 64), ceil(k / tile_k), 512]``, of FasterTransformer's bytes.
 
+    Args:
+      packed, bits, k, n, arch: as in :func:`unpack_bytes`.
+
     Raises:
       TypeError, ValueError: as :func:`unpack_bytes`.
+
+    Example:
+      >>> from jax_wonly.compat import faster_transformer
+      >>> qt = jw.quantize(jnp.ones((128, 64)), bits=8)
+      >>> packed = faster_transformer.encode(qt.qvalue, bits=8, k=128, n=64)
+      >>> bool((faster_transformer.decode(packed, bits=8, k=128, n=64) == qt.qvalue).all())
+      True
     """
     return pack(unpack_bytes(packed, bits, k, n, arch), bits)

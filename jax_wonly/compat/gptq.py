@@ -45,6 +45,13 @@ def decode(
 
     Raises:
       TypeError, ValueError: types, shapes or groups do not fit, or the group size cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import gptq
+      >>> qt = jw.quantize(jax.random.normal(jax.random.key(0), (128, 64)), group_size=64)
+      >>> arrays = gptq.encode(qt)
+      >>> gptq.decode(arrays["qweight"], arrays["qzeros"], arrays["scales"], arrays["g_idx"])
+      QuantizedTensor(int4[128, 64], group_size=64, symmetric, scales float32, 4.5 KiB)
     """
     bits = check_bits_in(bits, BITS)
     check_choice("version", version, (1, 2))
@@ -69,8 +76,18 @@ def decode(
 def encode(qt: QuantizedTensor | PermutedTensor, *, version: int = 1) -> dict:
     """The inverse of :func:`decode`: ``{"qweight": ..., "qzeros": ..., "scales": ..., "g_idx": ...}``.
 
+    Args:
+      qt: a weight ``[K, N]``.
+      version: 1 to store the zeros less one, else 2.
+
     Raises:
       ValueError: the weight has leading axes, floating zeros or offsets, or K or N does not fill whole words.
+
+    Example:
+      >>> from jax_wonly.compat import gptq
+      >>> qt = jw.quantize(jax.random.normal(jax.random.key(0), (128, 64)), group_size=64)
+      >>> {name: array.shape for name, array in gptq.encode(qt).items()}
+      {'qweight': (16, 64), 'qzeros': (2, 8), 'scales': (2, 64), 'g_idx': (128,)}
     """
     check_choice("version", version, (1, 2))
     weight, codes, g_idx, zeros = in_order(qt, "GPTQ")

@@ -69,6 +69,12 @@ def decode(
 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or the groups cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import hqq
+      >>> w_q, scale, zero = jnp.zeros((64, 64), jnp.uint8), jnp.ones((128, 1)), jnp.ones((128, 1))
+      >>> hqq.decode(w_q, scale, zero, shape=(64, 128), bits=4, group_size=64)
+      QuantizedTensor(int4[128, 64], group_size=64, zeros float32, scales float32, 5.0 KiB)
     """
     codes, scale, zero = _codes(w_q, scale, zero, shape, bits, group_size, axis)
     if axis == 0:
@@ -81,7 +87,17 @@ def decode(
 
 
 def dequantize(w_q, scale, zero, shape, *, bits: int = 4, group_size: int | None = 64, axis: int = 1) -> jax.Array:
-    """The dense weight, float32 ``[K, N]``; arguments as :func:`decode`, of either axis."""
+    """The dense weight, float32 ``[K, N]``; arguments as :func:`decode`, of either axis.
+
+    Raises:
+      TypeError, ValueError: as :func:`decode`, but for the groups that cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import hqq
+      >>> w_q, scale, zero = jnp.zeros((64, 64), jnp.uint8), jnp.ones((128, 1)), jnp.ones((128, 1))
+      >>> hqq.dequantize(w_q, scale, zero, shape=(64, 128), bits=4, group_size=64)[0, 0]
+      Array(-1., dtype=float32)
+    """
     codes, scale, zero = _codes(w_q, scale, zero, shape, bits, group_size, axis)
     dense = (codes.astype(jnp.float32) - zero.astype(jnp.float32)) * scale.astype(jnp.float32)
     return dense.reshape(shape).T

@@ -148,13 +148,33 @@ def decode(blocks, kind: str) -> QuantizedTensor:
 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or the kind is not one of those.
+
+    Example:
+      >>> from jax_wonly.compat import llama_cpp
+      >>> blocks = jnp.zeros((64, 128 // 32 * 18), jnp.uint8)
+      >>> llama_cpp.decode(blocks, "Q4_0")
+      QuantizedTensor(int4[128, 64], group_size=32, symmetric, scales float16, 4.5 KiB)
     """
     codes, scales, offsets, of = _fields(blocks, kind)
     return quantized(codes, scales, offsets=offsets, bits=of.bits, group_size=of.group)
 
 
 def dequantize(blocks, kind: str) -> jax.Array:
-    """The dense weight of rows of blocks, float32 ``[..., K, N]``; arguments as :func:`decode`, and also ``"Q6_K"``."""
+    """The dense weight of rows of blocks, float32 ``[..., K, N]``; arguments as :func:`decode`.
+
+    Args:
+      blocks: as there.
+      kind: as there, or ``"Q6_K"``.
+
+    Raises:
+      TypeError, ValueError: types or shapes do not fit, or the kind is not one of those.
+
+    Example:
+      >>> from jax_wonly.compat import llama_cpp
+      >>> blocks = jnp.zeros((64, 2 * 210), jnp.uint8)
+      >>> llama_cpp.dequantize(blocks, "Q6_K").shape
+      (512, 64)
+    """
     codes, scales, offsets, of = _fields(blocks, kind)
     return _dense(codes, scales, offsets, of.bits)
 
@@ -180,6 +200,12 @@ def encode(qt: QuantizedTensor, kind: str) -> jax.Array:
 
     Raises:
       ValueError: the kind cannot hold the weight as it is.
+
+    Example:
+      >>> from jax_wonly.compat import llama_cpp
+      >>> qt = jw.quantize(jnp.ones((128, 64), jnp.float16), bits=8, group_size=32)
+      >>> llama_cpp.encode(qt, "Q8_0").shape
+      (64, 136)
     """
     wanted = {"Q4_0": (4, False), "Q4_1": (4, True), "Q8_0": (8, False)}
     check_choice("kind", kind, wanted)
@@ -220,6 +246,11 @@ def undo_rope_order(weight, heads: int):
 
     Raises:
       ValueError: N is not a multiple of ``2 * heads``.
+
+    Example:
+      >>> from jax_wonly.compat import llama_cpp
+      >>> llama_cpp.undo_rope_order(jnp.arange(8.0)[None], heads=2)
+      Array([[0., 2., 1., 3., 4., 6., 5., 7.]], dtype=float32)
     """
     n = weight.shape[-1]
     if heads < 1 or n % (2 * heads):

@@ -35,6 +35,12 @@ def decode(weight, scales, biases, *, group_size: int = 64, bits: int = 4) -> Qu
 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or the group size cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import mlx
+      >>> weight, scales = jnp.zeros((64, 128 // 8), jnp.uint32), jnp.ones((64, 2))
+      >>> mlx.decode(weight, scales, scales, group_size=64, bits=4)
+      QuantizedTensor(int4[128, 64], group_size=64, offsets float32, scales float32, 5.0 KiB)
     """
     bits = check_bits_in(bits, BITS)
     weight = as_words("weight", weight)
@@ -53,8 +59,17 @@ def decode(weight, scales, biases, *, group_size: int = 64, bits: int = 4) -> Qu
 def encode(qt: QuantizedTensor) -> dict[str, jax.Array]:
     """The inverse of :func:`decode`: ``{"weight": ..., "scales": ..., "biases": ...}``.
 
+    Args:
+      qt: a weight ``[..., K, N]`` with offsets.
+
     Raises:
       ValueError: the weight has no offsets, its groups are not 32, 64 or 128 inputs, or K does not fill whole words.
+
+    Example:
+      >>> from jax_wonly.compat import mlx
+      >>> qt = jw.quantize(jnp.ones((128, 64)), group_size=64, mode="offsets")
+      >>> {name: array.shape for name, array in mlx.encode(qt).items()}
+      {'weight': (64, 16), 'scales': (64, 2), 'biases': (64, 2)}
     """
     if qt.offsets is None:
         raise ValueError("jax_wonly: the weight has no offsets; accepted for MLX: those of mode='offsets'.")

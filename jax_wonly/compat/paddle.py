@@ -1,7 +1,7 @@
-"""``paddle.nn.quant``'s weight-only functions over our packed format: same names, arguments and arithmetic.
+"""``paddle.nn.quant``'s weight-only functions over our packed format: same names, arguments and arithmetic::
 
->>> weight, scale = weight_quantize(x, algo="weight_only_int4", group_size=64)
->>> y = weight_only_linear(x, weight, bias, scale, weight_dtype="int4", group_size=64)
+    weight, scale = weight_quantize(w, algo="weight_only_int4", group_size=64)
+    y = weight_only_linear(x, weight, bias, scale, weight_dtype="int4", group_size=64)
 
 What differs is the layout of ``weight``: it is our packed array, the same on every device, instead of an int8 array
 laid out for one architecture. :func:`from_layout` and :func:`to_layout` convert weights that Paddle has quantized.
@@ -51,6 +51,12 @@ def weight_quantize(x, algo: str = "weight_only_int8", arch: int | None = None, 
     Raises:
       TypeError: x has another type.
       ValueError: K is not a multiple of ``tile_k`` and ``group_size``, or an option is not one of those accepted.
+
+    Example:
+      >>> from jax_wonly.compat import paddle
+      >>> weight, scale = paddle.weight_quantize(jnp.ones((128, 64)), algo="weight_only_int4", group_size=64)
+      >>> weight.shape, scale.shape
+      ((1, 2, 512), (2, 64))
     """
     check_array("x", x)
     check_choice("algo", algo, _BITS)
@@ -123,6 +129,12 @@ def weight_dequantize(x, scale, algo: str = "weight_only_int8", out_dtype=None, 
 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or an option is not one of those accepted.
+
+    Example:
+      >>> from jax_wonly.compat import paddle
+      >>> weight, scale = paddle.weight_quantize(jnp.ones((128, 64)))
+      >>> paddle.weight_dequantize(weight, scale).shape
+      (128, 64)
     """
     check_choice("algo", algo, _BITS)
     _check_common(None, group_size)
@@ -155,6 +167,12 @@ def weight_only_linear(
 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or an option is not one of those accepted.
+
+    Example:
+      >>> from jax_wonly.compat import paddle
+      >>> weight, scale = paddle.weight_quantize(jnp.ones((128, 64)))
+      >>> paddle.weight_only_linear(jnp.ones((4, 128)), weight, None, scale).shape
+      (4, 64)
     """
     check_choice("weight_dtype", weight_dtype, _DTYPES)
     _check_common(arch, group_size)
@@ -179,6 +197,12 @@ def llm_int8_linear(x, weight, bias=None, weight_scale=None, threshold: float = 
 
     Raises:
       TypeError, ValueError: types or shapes do not fit.
+
+    Example:
+      >>> from jax_wonly.compat import paddle
+      >>> weight, scale = paddle.weight_quantize(jnp.ones((128, 64)), algo="llm.int8")
+      >>> paddle.llm_int8_linear(jnp.ones((4, 128)), weight, None, scale).shape
+      (4, 64)
     """
     check_array("x", x)
     qt = _weight(weight, weight_scale, 8, -1)
@@ -228,6 +252,12 @@ def to_layout(weight, *, weight_dtype: str = "int8", k: int, n: int, arch: int =
 
     Raises:
       TypeError, ValueError: types or shapes do not fit the layout, or an option is not one of those accepted.
+
+    Example:
+      >>> from jax_wonly.compat import paddle
+      >>> weight, scale = paddle.weight_quantize(jnp.ones((128, 64)))
+      >>> paddle.to_layout(weight, weight_dtype="int8", k=128, n=64).shape
+      (64, 128)
     """
     bits = _layout_bits(weight_dtype, algo, arch)
     if algo == "llm.int8":
@@ -245,6 +275,16 @@ def from_layout(weight, *, weight_dtype: str = "int8", k: int, n: int, arch: int
 
     Returns:
       uint32 ``[..., ceil(n / 64), ceil(k / tile_k), 512]``.
+
+    Raises:
+      TypeError, ValueError: as :func:`to_layout`.
+
+    Example:
+      >>> from jax_wonly.compat import paddle
+      >>> weight, scale = paddle.weight_quantize(jnp.ones((128, 64)))
+      >>> theirs = paddle.to_layout(weight, weight_dtype="int8", k=128, n=64)
+      >>> bool((paddle.from_layout(theirs, weight_dtype="int8", k=128, n=64) == weight).all())
+      True
     """
     bits = _layout_bits(weight_dtype, algo, arch)
     if algo == "llm.int8":

@@ -28,6 +28,12 @@ def decode(array) -> QuantizedTensor:
     Raises:
       TypeError: ``array`` is no QArray, or of another qtype.
       ValueError: its tiles cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import qwix
+      >>> qt = jw.quantize(jax.random.normal(jax.random.key(0), (128, 64)), group_size=64)
+      >>> qwix.decode(qwix.encode(qt))
+      QuantizedTensor(int4[128, 64], group_size=64, symmetric, scales float32, 4.5 KiB)
     """
     if not _is_qarray(array):
         raise TypeError(f"jax_wonly: array is a {type(array).__name__}; accepted: a qwix.QArray.")
@@ -72,16 +78,35 @@ def decode(array) -> QuantizedTensor:
 
 
 def decode_tree(tree):
-    """``tree`` with every ``qwix.QArray`` decoded; what cannot be held raises, and other leaves stay as they are."""
+    """``tree`` with every ``qwix.QArray`` decoded; other leaves stay as they are.
+
+    Raises:
+      TypeError, ValueError: as :func:`decode`.
+
+    Example:
+      >>> from jax_wonly.compat import qwix
+      >>> params = {"kernel": qwix.encode(jw.quantize(jnp.ones((128, 64)))), "bias": jnp.zeros(64)}
+      >>> qwix.decode_tree(params)["kernel"]
+      QuantizedTensor(int4[128, 64], group_size=128, symmetric, scales float32, 4.2 KiB)
+    """
     return jax.tree.map(lambda leaf: decode(leaf) if _is_qarray(leaf) else leaf, tree, is_leaf=_is_qarray)
 
 
 def encode(qt: QuantizedTensor):
     """The ``qwix.QArray`` of a weight, of qtype int4 or int8.
 
+    Args:
+      qt: a weight ``[..., K, N]``, symmetric or with integer zeros.
+
     Raises:
       ImportError: qwix is not installed.
       ValueError: the weight has floating zeros or offsets.
+
+    Example:
+      >>> from jax_wonly.compat import qwix
+      >>> array = qwix.encode(jw.quantize(jnp.ones((128, 64)), group_size=64))
+      >>> array.qvalue.shape, str(array.qvalue.dtype), array.scale.shape
+      ((128, 64), 'int4', (2, 64))
     """
     try:
         from qwix import QArray  # type: ignore[import-not-found]

@@ -24,6 +24,12 @@ def decode(qdata, scale, zero_point) -> QuantizedTensor:
 
     Raises:
       TypeError, ValueError: types or shapes do not fit, or the group size cannot be held.
+
+    Example:
+      >>> from jax_wonly.compat import torchao
+      >>> qdata, scale = jnp.zeros((64, 128 // 2), jnp.int8), jnp.ones((2, 64), jnp.bfloat16)
+      >>> torchao.decode(qdata, scale, jnp.zeros((2, 64), jnp.bfloat16))
+      QuantizedTensor(int4[128, 64], group_size=64, symmetric, scales bfloat16, 4.2 KiB)
     """
     check_array("qdata", qdata, ("int8", "uint8"))
     for name, value in (("scale", scale), ("zero_point", zero_point)):

@@ -1,4 +1,4 @@
-"""Quantized layers for Flax nnx, and one call that quantizes every layer of a model in place:
+"""Quantized layers for Flax nnx, and one call that quantizes every layer of a model in place::
 
     report = jax_wonly.nnx.quantize(model, bits=4, group_size=128)
     print(report)

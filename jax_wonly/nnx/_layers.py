@@ -24,6 +24,11 @@ class QuantizedParam(nnx.Variable):
     """An array of a quantized weight: packed codes, scales, zeros or offsets.
 
     It is not an ``nnx.Param``, so an optimizer or ``nnx.grad`` over ``nnx.Param`` leaves it alone.
+
+    Example:
+      >>> layer = jw.nnx.QuantizedLinear(128, 64, rngs=nnx.Rngs(0))
+      >>> sorted(nnx.state(layer, jw.nnx.QuantizedParam)), sorted(nnx.state(layer, nnx.Param))
+      (['qvalue', 'scales'], ['bias'])
     """
 
 
@@ -41,6 +46,11 @@ class QuantizedLayer(nnx.Module):
     Attributes:
       kernel: the weight, a :class:`jax_wonly.QuantizedTensor`. Its arrays are the ``QuantizedParam`` variables
         ``qvalue``, ``scales``, ``zeros`` and ``offsets``.
+
+    Example:
+      >>> layer = jw.nnx.QuantizedLinear(128, 64, rngs=nnx.Rngs(0))
+      >>> isinstance(layer, jw.nnx.QuantizedLayer), layer.kernel.shape
+      (True, (128, 64))
     """
 
     dense_type: ClassVar[type[nnx.Module]]
@@ -72,6 +82,11 @@ class QuantizedLayer(nnx.Module):
           TypeError: ``dense`` is of another type.
           ValueError: the layer computes something else than the quantized one would, or its kernel cannot be quantized
             so.
+
+        Example:
+          >>> dense = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
+          >>> jw.nnx.QuantizedLinear.from_dense(dense, bits=8).kernel
+          QuantizedTensor(int8[128, 64], group_size=128, symmetric, scales float32, 8.2 KiB)
         """
         if isinstance(dense, QuantizedLayer):
             raise TypeError(f"jax_wonly: dense is a {type(dense).__name__}, which is quantized already.")
@@ -164,6 +179,11 @@ class QuantizedLinear(QuantizedLayer):
 
     Raises:
       ValueError: ``dot_general`` is another function, or ``kernel_metadata`` is not empty.
+
+    Example:
+      >>> layer = jw.nnx.QuantizedLinear(128, 64, bits=4, group_size=64, activation="gelu", rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((4, 128))).shape
+      (4, 64)
     """
 
     dense_type = nnx.Linear
@@ -227,6 +247,11 @@ class QuantizedLinear(QuantizedLayer):
           linear: the dense layer.
           activation: applied to the product after the bias, as in ``jax_wonly.matmul``.
           **options: arguments of ``from_dense``.
+
+        Example:
+          >>> dense = nnx.Linear(128, 64, rngs=nnx.Rngs(0))
+          >>> jw.nnx.QuantizedLinear.from_linear(dense, activation="relu")(jnp.ones((4, 128))).shape
+          (4, 64)
         """
         layer = cls.from_dense(linear, **options)
         layer.activation = activation
@@ -245,6 +270,12 @@ class QuantizedLinear(QuantizedLayer):
         Raises:
           TypeError: ``lora`` is something else.
           ValueError: the base has an activation, which would follow the adapter, or overrides ``__call__``.
+
+        Example:
+          >>> base = jw.nnx.QuantizedLinear(128, 64, rngs=nnx.Rngs(0))
+          >>> adapter = nnx.LoRA(128, 4, 64, base_module=base, rngs=nnx.Rngs(1))
+          >>> jw.nnx.QuantizedLinear.from_lora(adapter, bits=8).kernel.bits
+          8
         """
         if not isinstance(lora, nnx.LoRA) or not isinstance(lora.base_module, QuantizedLinear):
             over = f" over a {type(lora.base_module).__name__}" if isinstance(lora, nnx.LoRA) else ""
@@ -342,12 +373,17 @@ class QuantizedLinearGeneral(QuantizedLayer):
       axis: axes of the input that are summed over.
       batch_axis: leading axes of the input, with their sizes, that have kernels of their own.
       bits, group_size, quantize_options, implementation: as in ``QuantizedLinear``.
-      use_bias, dtype, param_dtype, kernel_init, bias_init, precision, promote_dtype, preferred_element_type, rngs,
-        bias_metadata: as in ``nnx.LinearGeneral``.
+      use_bias, dtype, param_dtype, precision: as in ``nnx.LinearGeneral``.
+      kernel_init, bias_init, promote_dtype, preferred_element_type, rngs, bias_metadata: as there.
       dot_general, dot_general_cls, kernel_metadata: must be left at their defaults.
 
     Raises:
       ValueError: an argument of the last line is given.
+
+    Example:
+      >>> layer = jw.nnx.QuantizedLinearGeneral(128, (4, 16), rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 5, 128))).shape
+      (2, 5, 4, 16)
     """
 
     dense_type = nnx.LinearGeneral
@@ -466,12 +502,17 @@ class QuantizedEinsum(QuantizedLayer):
       kernel_shape: of the dense kernel.
       bias_shape: of the bias, over the axes of the result that the kernel has; None: no bias.
       bits, group_size, quantize_options, implementation: as in ``QuantizedLinear``.
-      dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype, preferred_element_type, rngs,
-        bias_metadata: as in ``nnx.Einsum``.
+      dtype, param_dtype, precision: as in ``nnx.Einsum``.
+      kernel_init, bias_init, promote_dtype, preferred_element_type, rngs, bias_metadata: as there.
       einsum_op, kernel_metadata: must be left at their defaults.
 
     Raises:
       ValueError: the equation is not one product, or an argument of the last line is given.
+
+    Example:
+      >>> layer = jw.nnx.QuantizedEinsum("thk,hkd->td", (4, 32, 64), rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((4, 4, 32))).shape, layer.kernel.shape
+      ((4, 64), (128, 64))
     """
 
     dense_type = nnx.Einsum
@@ -602,9 +643,16 @@ class QuantizedExperts(QuantizedLayer):
 
     Args:
       num_experts: how many experts there are.
-      in_features, out_features, bits, group_size, quantize_options, activation, use_bias, dtype, param_dtype,
-        precision, kernel_init, bias_init, promote_dtype, preferred_element_type, implementation, rngs: as in
-        ``QuantizedLinear``; kernel and bias are drawn for each expert.
+      in_features, out_features, bits, group_size, quantize_options, activation, use_bias: as in ``QuantizedLinear``.
+      dtype, param_dtype, precision, promote_dtype, preferred_element_type, implementation: as there.
+      kernel_init, bias_init, rngs: as there; kernel and bias are drawn for each expert.
+
+    Example:
+      >>> layer = jw.nnx.QuantizedExperts(3, 128, 64, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((4, 128)), jnp.array([2, 0, 2])).shape
+      (4, 64)
+      >>> layer.gather(jnp.ones((4, 1, 128)), jnp.array([[0, 1]] * 4)).shape
+      (4, 2, 64)
     """
 
     dense_type = nnx.Linear
@@ -722,6 +770,11 @@ class QuantizedEmbed(QuantizedLayer):
 
     Raises:
       ValueError: ``embedding_metadata`` is not empty.
+
+    Example:
+      >>> layer = jw.nnx.QuantizedEmbed(64, 128, bits=8, rngs=nnx.Rngs(0))
+      >>> layer(jnp.array([3, 63])).shape, layer.attend(jnp.ones((2, 128))).shape
+      ((2, 128), (2, 64))
     """
 
     dense_type = nnx.Embed
@@ -787,7 +840,15 @@ class QuantizedEmbed(QuantizedLayer):
         return rows if out_sharding is None else jax.sharding.reshard(rows, out_sharding)
 
     def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The product with every row: ``[..., features]`` to ``[..., num_embeddings]``, the logits of tied weights."""
+        """The product with every row, which is the logits where weights are tied.
+
+        Args:
+          query: ``[..., features]``.
+          out_sharding: of the result.
+
+        Returns:
+          ``[..., num_embeddings]``.
+        """
         query, _ = self.promote_dtype((query, jnp.zeros((0,), self.param_dtype)), dtype=self.dtype)
         outputs = matmul(query, self.kernel, precision=self.precision, implementation=self.implementation)
         return outputs if out_sharding is None else jax.sharding.reshard(outputs, out_sharding)

@@ -40,6 +40,11 @@ def add_lora(
 
     Raises:
       ValueError: ``rank`` is below 1, ``model`` is itself a layer, or none is left that could get an adapter.
+
+    Example:
+      >>> model = nnx.Sequential(jw.nnx.QuantizedLinear(128, 64, rngs=nnx.Rngs(0)))
+      >>> jw.nnx.add_lora(model, rank=4, rngs=nnx.Rngs(1))
+      ['layers/0']
     """
     if rank < 1:
         raise ValueError(f"jax_wonly: rank={rank} is not supported; accepted: 1 or more.")
@@ -121,6 +126,12 @@ def merge_lora(model: nnx.Module, *, measure_error: bool = True, **options: Any)
       TypeError: an option is unknown.
       ValueError: ``model`` is itself an adapter (use ``QuantizedLinear.from_lora``) or has none, a base has an
         activation or overrides ``__call__``, or an option does not fit a layer.
+
+    Example:
+      >>> model = nnx.Sequential(jw.nnx.QuantizedLinear(128, 64, rngs=nnx.Rngs(0)))
+      >>> paths = jw.nnx.add_lora(model, rank=4, rngs=nnx.Rngs(1))
+      >>> jw.nnx.merge_lora(model, bits=8).layers[0].scheme
+      'int8, per channel'
     """
     check_options(options, "merge_lora")
     if isinstance(model, nnx.LoRA):

@@ -64,6 +64,14 @@ def quantize(
       TypeError: ``model`` is no module, an option is unknown, or ``predicate`` returns neither a bool nor a dict.
       ValueError: ``model`` is itself such a layer, which cannot be replaced in place; it holds quantized layers
         already; or a group size that ``predicate`` asked for does not divide the inputs of its layer.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(128, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 10, rngs=nnx.Rngs(1)))
+      >>> report = jw.nnx.quantize(model, bits=4, group_size=128)
+      >>> model(jnp.ones((4, 128))).shape
+      (4, 10)
+      >>> [layer.path for layer in report.layers], report.skipped[0].reason
+      (['layers/0'], 'group_size=128 does not divide its 64 inputs')
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"jax_wonly: model is a {type(model).__name__}, not an nnx.Module")
