@@ -11,14 +11,11 @@ weights.
 """
 
 import argparse
-import concurrent.futures
 import importlib
 import json
 import os
 import platform
-import statistics
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -26,88 +23,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled
 
 import jax_wonly as jw
+from jax_wonly._timing import CPU_COLD_BYTES, Calls, cpu_model, interleave, read_bandwidth
 
-COLD_BYTES = 640 << 20
 RESULTS = Path(__file__).parent / "results" / "cpu-matmul.json"
-
-
-def running_tasks() -> int:
-    """Runnable tasks of the machine, this one included; 1 where the system does not say."""
-    try:
-        for line in Path("/proc/stat").read_text().splitlines():
-            if line.startswith("procs_running"):
-                return int(line.split()[1])
-    except OSError:
-        pass
-    return 1
-
-
-def cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def read_bandwidth(threads: int) -> float:
-    """GB/s of all threads reading memory that no cache holds."""
-    arrays = [np.ones(32 << 20, np.int64) for _ in range(threads)]
-    best = float("inf")
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for _ in range(5):
-            begin = time.perf_counter()
-            list(pool.map(lambda a: np.bitwise_or.reduce(a), arrays))
-            best = min(best, time.perf_counter() - begin)
-    return sum(a.nbytes for a in arrays) / best / 1e9
-
-
-class Contender:
-    """A compiled product and the weights it takes in turn."""
-
-    def __init__(self, compiled: Compiled, x: jax.Array, weights: list):
-        self.compiled, self.x, self.weights = compiled, x, weights
-        self.turn = 0
-        self.times: list[tuple[float, float]] = []
-
-    def run(self) -> tuple[float, float]:
-        """Seconds on the clock, and seconds of all cores."""
-        weight = self.weights[self.turn % len(self.weights)]
-        self.turn += 1
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        self.compiled(self.x, weight).block_until_ready()
-        return time.perf_counter() - begin, time.process_time() - cpu_begin
-
-
-def interleave(contenders: list[Contender], samples: int, seconds: float) -> bool:
-    """Fills ``times``; returns whether enough samples were taken on a quiet machine."""
-    for contender in contenders:
-        contender.run()
-    quiet: list[list[tuple[float, float]]] = [[] for _ in contenders]
-    every: list[list[tuple[float, float]]] = [[] for _ in contenders]
-    end = time.perf_counter() + seconds
-    while min(map(len, quiet)) < samples and (time.perf_counter() < end or min(map(len, every)) < 5):
-        for i, contender in enumerate(contenders):
-            before = running_tasks()
-            elapsed = contender.run()
-            every[i].append(elapsed)
-            # Pool threads that are about to sleep still count as running after a call.
-            if before <= 2 and running_tasks() <= 2:
-                quiet[i].append(elapsed)
-    conclusive = min(map(len, quiet)) >= min(9, samples)
-    for contender, good, all_samples in zip(contenders, quiet, every, strict=True):
-        contender.times = good if conclusive else all_samples
-    return conclusive
 
 
 def copies(weight, caches: str) -> int:
     """Further copies of a weight to rotate over."""
-    return 0 if caches == "hot" else -(-COLD_BYTES // weight.nbytes) - 1
+    return 0 if caches == "hot" else -(-CPU_COLD_BYTES // weight.nbytes) - 1
 
 
 def error_of(y: jax.Array, x: jax.Array, w: np.ndarray, columns: np.ndarray) -> float:
@@ -151,7 +76,6 @@ def main() -> None:
     columns = rng.choice(args.n, min(64, args.n), replace=False)
     rows = []
     samples, seconds = (9, 4.0) if args.quick else (31, 20.0)
-    dense_jit, ours_jit = jax.jit(lambda x, w: x @ w), jax.jit(lambda x, qt: jw.matmul(x, qt))
     for bits in args.bits:
         qt = jw.quantize(w, bits=bits, group_size=args.group_size, scale_dtype=jnp.float32)
         exact = np.asarray(jw.dequantize(qt, dtype=jnp.float32))[:, columns].astype(np.float64)
@@ -159,15 +83,17 @@ def main() -> None:
             dense = jw.dequantize(qt, dtype=dtype)
             for m in args.rows:
                 x = jnp.asarray(rng.normal(0.1, 1.0, (m, args.k)), dtype)
-                compiled = ours_jit.lower(x, qt).compile(), dense_jit.lower(x, dense).compile()
-                errors = [error_of(c(x, v), x, exact, columns) for c, v in zip(compiled, (qt, dense), strict=True)]
+                hot = Calls(jw.matmul, [(x, qt)]), Calls(jnp.matmul, [(x, dense)])
+                errors = [error_of(calls.run(), x, exact, columns) for calls in hot]
                 for caches in ("hot",) if args.quick or m > 16 else ("hot", "cold"):
-                    pools = [[v, *(jax.tree.map(jnp.copy, v) for _ in range(copies(v, caches)))] for v in (qt, dense)]
-                    contenders = [Contender(c, x, pool) for c, pool in zip(compiled, pools, strict=True)]
+                    contenders = list(hot)
+                    for calls, weight in zip(contenders, (qt, dense), strict=True):
+                        pool = [weight, *(jax.tree.map(jnp.copy, weight) for _ in range(copies(weight, caches)))]
+                        calls.operands = [(x, w) for w in pool]
                     conclusive = interleave(contenders, samples, seconds)
-                    ours, xla = (statistics.median(t for t, _ in c.times) * 1e3 for c in contenders)
-                    cpu, xla_cpu = (statistics.median(t for _, t in c.times) * 1e3 for c in contenders)
-                    best, xla_best = (min(t for t, _ in c.times) * 1e3 for c in contenders)
+                    ours, xla = (calls.us / 1e3 for calls in contenders)
+                    cpu, xla_cpu = (calls.core_us / 1e3 for calls in contenders)
+                    best, xla_best = (min(calls.times) / 1e3 for calls in contenders)
                     row = {
                         "bits": bits, "group_size": args.group_size, "k": args.k, "n": args.n, "dtype": dtype, "m": m,
                         "weights": caches, "ms": round(ours, 4), "xla_ms": round(xla, 4), "ratio": round(xla / ours, 2),

@@ -12,11 +12,9 @@ import argparse
 import json
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-from _common import Calls, copies_of, require_gpu, save
+from _common import require_gpu, save
 
-import jax_wonly as jw
+from jax_wonly._timing import Product, copies_of
 from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "h100-matmul.json"
@@ -55,69 +53,10 @@ SUITES = {
 }
 
 
-def xla_product(x, codes, scales):
-    """What XLA makes of int4 codes [G, K / G, N] and scales [G, 1, N]."""
-    return x @ (codes.astype(x.dtype) * scales).reshape(x.shape[1], -1)
-
-
 def measure(options, rounds, calls, dense_cache):
-    k, n, m = options["k"], options["n"], options["m"]
-    dtype = jnp.dtype(options["dtype"])
-    keys = iter(jax.random.split(jax.random.key(m), 4096))
-
-    def random(shape, scale=1.0):
-        return (jax.random.normal(next(keys), shape, jnp.float32) * scale).astype(dtype)
-
-    dense_key = (k, n, dtype)
-    if dense_key not in dense_cache:
-        dense_cache.clear()
-        dense_cache[dense_key] = [random((k, n), k**-0.5) for _ in range(copies_of(k * n * dtype.itemsize))]
-    dense_weights = dense_cache[dense_key]
-    scale_dtype = jnp.bfloat16 if dtype == jnp.float32 else dtype
-    quantize = jax.jit(
-        lambda w: jw.quantize(
-            w,
-            bits=options["bits"],
-            group_size=options["group_size"],
-            mode=options["mode"],
-            scale_dtype=scale_dtype,
-        )
-    )
-    first = quantize(dense_weights[0])
-    count = copies_of(first.nbytes)
-    # Copies of the codes rotate; their values are those of the dense weights.
-    quantized = [quantize(dense_weights[i % len(dense_weights)]) for i in range(count)]
-    xs = [random((m, k)) for _ in range(2)]
-    ours = Calls(jw.matmul, [(xs[i % 2], qt) for i, qt in enumerate(quantized)])
-    dense = Calls(jnp.matmul, [(xs[i % 2], w) for i, w in enumerate(dense_weights)])
-    turns = [dense, ours]
-    if options.get("xla"):
-        groups = k // options["group_size"]
-        codes = [
-            jax.random.randint(next(keys), (groups, options["group_size"], n), -8, 8, jnp.int4)
-            for _ in range(copies_of(k * n // 2))
-        ]
-        turns.append(Calls(xla_product, [(xs[i % 2], c, random((groups, 1, n))) for i, c in enumerate(codes)]))
-    for _ in range(rounds):
-        for turn in turns:
-            turn.measure(calls)
-    moved = first.nbytes + (m * k + m * n) * dtype.itemsize
-    xla = {"xla_us": round(turns[2].us, 2), "times_xla": round(turns[2].us / ours.us, 3)} if len(turns) > 2 else {}
-    return xla | {
-        "op": "matmul",
-        "dtype": dtype.name,
-        "bits": options["bits"],
-        "group_size": options["group_size"] or k,
-        "zeros": options["mode"],
-        "k": k,
-        "n": n,
-        "m": m,
-        "us": round(ours.us, 2),
-        "dense_us": round(dense.us, 2),
-        "ratio": round(dense.us / ours.us, 3),
-        "gbps": round(moved / ours.us * 1e-3, 1),
-        "kernel": ours.kernel,
-    }
+    product = Product(**{"xla": False} | options, copies=copies_of, dense_cache=dense_cache)
+    product.measure(rounds, calls)
+    return product.row()
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ if jax.__version_info__ < (0, 9, 1):
 
 from jax_wonly._einsum import dot_general, einsum
 from jax_wonly._experts import gather_matmul, ragged_dot
+from jax_wonly._explain import Explanation, explain
 from jax_wonly._ffi import Status, ensure_registered, export_disabled_checks, status
 from jax_wonly._format import FORMAT_VERSION, pack, unpack
 from jax_wonly._matmul import matmul
@@ -43,6 +44,7 @@ def __getattr__(name: str):
 
 __all__ = [
     "FORMAT_VERSION",
+    "Explanation",
     "PermutedTensor",
     "QuantizedTensor",
     "Status",
@@ -52,6 +54,7 @@ __all__ = [
     "device_put",
     "dot_general",
     "einsum",
+    "explain",
     "export_disabled_checks",
     "gather_matmul",
     "local_shard",

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_wonly._abi import ShiftMode
+from jax_wonly._format import TILE_N
 
 _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
@@ -18,17 +19,28 @@ _WARPGROUP = 560e6  # operations per microsecond of the warpgroup kernel where a
 _WARPGROUP_TOKENS = 128  # that share one pass over the weights
 _STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 _STREAM_FLOAT32 = 1.1e6
-_STREAM_TOKENS = 16
+STREAM_TOKENS = 16
+
+
+_MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
+_DECODE_TOKENS = 2
+_DECODE_BYTES = 24 << 20
+_MMA_TOKENS = 8  # that one tile of the streaming kernel holds
 
 
 @functools.cache
-def _has_warpgroups() -> bool:
-    """Whether the GPU here is of the architecture that the warpgroup kernel needs; without one, it is assumed."""
+def _gpu() -> tuple[str, int]:
+    """Compute capability and multiprocessors of the GPU here; those of an H100 where there is none."""
     try:
-        capability = getattr(jax.devices("cuda")[0], "compute_capability", "9.0")
+        device = jax.devices("cuda")[0]
     except RuntimeError:
-        return True
-    return str(capability) == "9.0"
+        return "9.0", _MULTIPROCESSORS
+    return str(getattr(device, "compute_capability", "9.0")), getattr(device, "core_count", _MULTIPROCESSORS)
+
+
+def _has_warpgroups() -> bool:
+    """Whether the GPU here is of the architecture that the warpgroup and decode kernels need."""
+    return _gpu()[0] == "9.0"
 
 
 def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
@@ -38,12 +50,41 @@ def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMod
     return _has_warpgroups() and exact and aligned and jnp.dtype(x_dtype).itemsize == 2
 
 
-def use_kernel(
+def kernel(
+    m: int,
+    k: int,
+    n: int,
+    batch: int,
+    bits: int,
+    x_dtype,
+    scale_dtype,
+    shift_mode: ShiftMode,
+    shift_dtype=None,
+    *,
+    groups: int,
+) -> str:
+    """The fused kernel for ``[batch, m, k] x [batch, k, n]``.
+
+    As ``launch_matmul`` in ``ffi/cuda/matmul.cu``, which has the last word; here for where there is no GPU.
+    """
+    if (
+        _has_warpgroups()
+        and m <= _DECODE_TOKENS
+        and (groups == 1 or k // groups >= 128)
+        and batch == 1
+        and n * k * bits // 8 >= _DECODE_BYTES
+    ):
+        return "matmul_decode"
+    wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
+    if (m > _MMA_TOKENS or wide) and _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
+        return "matmul_warpgroup"
+    return "matmul_stream"
+
+
+def estimate(
     m: int, k: int, n: int, batch: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
-) -> bool:
-    """Whether the fused kernels are expected to be at least as fast for ``[batch, m, k] x [batch, k, n]``."""
-    if m <= _STREAM_TOKENS:
-        return True
+) -> tuple[float, float]:
+    """Microseconds of ``[batch, m, k] x [batch, k, n]``: fused, and dequantized for a dense product."""
     wide = jnp.dtype(x_dtype).itemsize == 4
     weights = batch * n * k * bits / 8
     operations = 2.0 * batch * n * k  # of one token
@@ -53,5 +94,15 @@ def use_kernel(
         tokens = m if m <= _WARPGROUP_TOKENS else -(-m // _WARPGROUP_TOKENS) * _WARPGROUP_TOKENS
         fused = max(weights / _MEMORY, tokens * operations / _WARPGROUP)
     else:
-        fused = -(-m // _STREAM_TOKENS) * weights / (_STREAM_FLOAT32 if wide else _STREAM)
+        fused = -(-m // STREAM_TOKENS) * weights / (_STREAM_FLOAT32 if wide else _STREAM)
+    return fused, dense
+
+
+def use_kernel(
+    m: int, k: int, n: int, batch: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
+) -> bool:
+    """Whether the fused kernels are expected to be at least as fast for ``[batch, m, k] x [batch, k, n]``."""
+    if m <= STREAM_TOKENS:
+        return True
+    fused, dense = estimate(m, k, n, batch, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
     return fused <= dense

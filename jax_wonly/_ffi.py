@@ -22,7 +22,7 @@ from jax_wonly import _abi
 from jax_wonly._validate import check_choice
 
 # XLA's custom-call platform names for the two modules.
-_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 IMPLEMENTATIONS = ("xla", "cpu", "cuda", "dequantize")
 
 _lock = threading.Lock()
@@ -110,7 +110,7 @@ def _load(platform: str) -> str | None:
             raise ImportError(mismatch)
         return mismatch
     for target, handler in module.registrations().items():
-        jax.ffi.register_ffi_target(target, handler, platform=_PLATFORMS[platform], api_version=1)
+        jax.ffi.register_ffi_target(target, handler, platform=PLATFORMS[platform], api_version=1)
     return None
 
 
@@ -124,7 +124,7 @@ def ensure_registered() -> dict[str, str | None]:
     if _reasons is None:
         with _lock:
             if _reasons is None:
-                _reasons = {platform: _load(platform) for platform in _PLATFORMS}
+                _reasons = {platform: _load(platform) for platform in PLATFORMS}
     return _reasons
 
 
@@ -158,7 +158,7 @@ def resolve_implementation(implementation: str | None) -> str | None:
     return implementation
 
 
-def _gpu_here() -> bool:
+def gpu_here() -> bool:
     try:
         return bool(jax.devices("cuda"))
     except RuntimeError:
@@ -175,17 +175,17 @@ def use_native(implementation: str | None, platform: str) -> bool:
     """
     if implementation == "xla":
         return False
-    if implementation in _PLATFORMS and implementation != platform:
+    if implementation in PLATFORMS and implementation != platform:
         raise ValueError(
             f"jax_wonly: implementation={implementation!r} was asked for, but the computation is lowered for "
             f"{platform!r}; accepted there: None, {platform!r}, 'dequantize', 'xla'."
         )
-    if platform not in _PLATFORMS:
+    if platform not in PLATFORMS:
         return False
     reason = ensure_registered()[platform]
     if reason is None:
         return True
-    present = platform == "cpu" or _gpu_here()
+    present = platform == "cpu" or gpu_here()
     if implementation == platform:
         if present:
             raise ValueError(f"jax_wonly: implementation={implementation!r} is not available: {reason}.")

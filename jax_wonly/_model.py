@@ -116,32 +116,32 @@ class Report:
 
     def __str__(self) -> str:
         rows = [("layer", "shape", "scheme", "before", "after", "error")]
-        for path, group in _fold(self.layers, lambda layer: (layer.shape, layer.scheme)):
+        for path, group in fold(self.layers, lambda layer: (layer.shape, layer.scheme)):
             errors = [layer.relative_error for layer in group if layer.relative_error is not None]
             rows.append(
                 (
                     path,
-                    _shape_text(group[0].shape),
+                    shape_text(group[0].shape),
                     group[0].scheme,
-                    _bytes_text(sum(layer.bytes_before for layer in group)),
-                    _bytes_text(sum(layer.bytes_after for layer in group)),
+                    bytes_text(sum(layer.bytes_before for layer in group)),
+                    bytes_text(sum(layer.bytes_after for layer in group)),
                     f"{max(errors):.2%}" if errors else "-",
                 )
             )
-        lines = _align(rows) if self.layers else []
+        lines = align(rows) if self.layers else []
         weights = sum(math.prod(layer.shape) for layer in self.layers)
         lines.append(
             f"{len(self.layers)} of {len(self.layers) + len(self.skipped)} layers quantized: "
-            f"{_bytes_text(self.bytes_before)} -> {_bytes_text(self.bytes_after)}"
+            f"{bytes_text(self.bytes_before)} -> {bytes_text(self.bytes_after)}"
             + (f" ({8 * self.bytes_after / weights:.2f} bits per weight)" if weights else "")
-            + f"; whole model {_bytes_text(self.model_bytes_before)} -> {_bytes_text(self.model_bytes_after)}"
+            + f"; whole model {bytes_text(self.model_bytes_before)} -> {bytes_text(self.model_bytes_after)}"
         )
         if self.skipped:
             rows = [("kept dense", "shape", "bytes", "why")]
-            for path, kept in _fold(self.skipped, lambda layer: (layer.shape, layer.reason)):
-                total = _bytes_text(sum(layer.bytes for layer in kept))
-                rows.append((path, _shape_text(kept[0].shape), total, kept[0].reason))
-            lines += _align(rows)
+            for path, kept in fold(self.skipped, lambda layer: (layer.shape, layer.reason)):
+                total = bytes_text(sum(layer.bytes for layer in kept))
+                rows.append((path, shape_text(kept[0].shape), total, kept[0].reason))
+            lines += align(rows)
         return "\n".join(lines)
 
 
@@ -292,23 +292,23 @@ def nbytes(array: Any) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
 
 
-def _fold(layers: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[str, list[Any]]]:
+def fold(layers: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[str, list[Any]]]:
     """Groups layers whose paths differ by numbers alone and whose ``key`` is the same."""
     groups: dict[Any, list[Any]] = {}
     for layer in layers:
-        # Whole parts of a path, as in blocks/0/up, and the numbers that Linen appends, as in Dense_0.
-        name = re.sub(r"(?:(?<![^/])|(?<=_))\d+(?![^/])", "*", layer.path)
+        # Whole parts of a path, as in blocks/0/up or blocks.0.up, and the numbers that Linen appends, as in Dense_0.
+        name = re.sub(r"(?:(?<![^/.])|(?<=_))\d+(?![^/.])", "*", layer.path)
         groups.setdefault((name, key(layer)), []).append(layer)
     return [
         (group[0].path if len(group) == 1 else f"{path}  x {len(group)}", group) for (path, _), group in groups.items()
     ]
 
 
-def _shape_text(shape: Iterable[int]) -> str:
+def shape_text(shape: Iterable[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _bytes_text(count: int) -> str:
+def bytes_text(count: int) -> str:
     value = float(count)
     for unit in ("B", "kB", "MB"):
         if value < 1000:
@@ -317,7 +317,7 @@ def _bytes_text(count: int) -> str:
     return f"{value:.2f} GB"
 
 
-def _align(rows: list[tuple[str, ...]]) -> list[str]:
+def align(rows: list[tuple[str, ...]]) -> list[str]:
     """Lines of a table, two spaces between its columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -124,7 +124,7 @@ def test_missing_cpu_binary_falls_back_with_one_warning():
 
 def test_gpu_without_a_cuda_binary_falls_back_with_one_warning(monkeypatch):
     monkeypatch.setattr(_ffi, "_reasons", {"cpu": None, "cuda": "the reason"})
-    monkeypatch.setattr(_ffi, "_gpu_here", lambda: True)
+    monkeypatch.setattr(_ffi, "gpu_here", lambda: True)
     monkeypatch.setattr(_ffi, "_warned", set())
     w = np.ones((64, 8), np.float32)
     qt = jw.quantize(w, group_size=64)
@@ -142,7 +142,7 @@ def test_gpu_without_a_cuda_binary_falls_back_with_one_warning(monkeypatch):
     with pytest.raises(ValueError, match="implementation='cuda' is not available: the reason"):
         program(4, implementation="cuda")
     # With no GPU here the program is meant for another machine: no warning, and the custom call if it is asked for.
-    monkeypatch.setattr(_ffi, "_gpu_here", lambda: False)
+    monkeypatch.setattr(_ffi, "gpu_here", lambda: False)
     monkeypatch.setattr(_ffi, "_warned", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -26,6 +26,7 @@ import jax_wonly as jw
 import jax_wonly.nnx
 import llama
 from generate import CHECKPOINT
+from jax_wonly._svg import Series, line_chart
 from jax_wonly.progress import progress
 
 ROOT = Path(__file__).parents[2]
@@ -88,52 +89,19 @@ def windows(folder: Path, config: llama.Config, tokens: int, batch: int) -> np.n
 
 def plot(rows: list[dict]) -> str:
     """Returns an SVG of perplexity over bits per weight; the dense model is the dashed line."""
-    width, height, left, bottom, top, right = 560, 320, 64, 48, 24, 16
-    dense = rows[0]["perplexity"]
-    points = rows[1:]
-    values = [row["perplexity"] for row in rows]
-    low, high = min(values), max(values)
-    low, high = low - 0.1 * (high - low), high + 0.1 * (high - low)
-    most = math.ceil(max(row["bits_per_weight"] for row in points)) + 0.5
-    step = 10 ** math.floor(math.log10((high - low) / 2))
-    step *= next(f for f in (1, 2, 5, 10) if (high - low) / (f * step) <= 6)
-    digits = max(0, -math.floor(math.log10(step)))
-
-    def x(bits):
-        return left + (bits - 4) / (most - 4) * (width - left - right)
-
-    def y(value):
-        return top + (high - value) / (high - low) * (height - top - bottom)
-
-    body = []
-    for i in range(math.ceil(low / step), math.floor(high / step) + 1):
-        at = y(i * step)
-        body.append(f'<path d="M{left} {at:.1f}H{width - right}" stroke="#ddd"/>')
-        body.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{i * step:.{digits}f}</text>')
-    for bits in range(4, math.floor(most) + 1):
-        body.append(f'<text x="{x(bits):.1f}" y="{height - bottom + 18}" text-anchor="middle">{bits}</text>')
-    body.append(f'<path d="M{left} {y(dense):.1f}H{width - right}" stroke="#555" stroke-dasharray="5 4"/>')
-    body.append(f'<text x="{width - right}" y="{y(dense) - 6:.1f}" text-anchor="end">dense</text>')
-    colours = {"symmetric": "#1f77b4", "integer_zeros": "#d62728"}
-    for mode, colour in colours.items():
-        chosen = sorted((row["bits_per_weight"], row["perplexity"], row) for row in points if row["mode"] == mode)
-        fours = [f"{x(bits):.1f} {y(value):.1f}" for bits, value, row in chosen if row["bits"] == 4]
-        body.append(f'<path d="M{"L".join(fours)}" fill="none" stroke="{colour}"/>')
-        for bits, value, row in chosen:
-            body.append(f'<circle cx="{x(bits):.1f}" cy="{y(value):.1f}" r="4" fill="{colour}"/>')
-            label = f"{row['weights']}, {row['group_size']}"
-            body.append(f'<text x="{x(bits) + 8:.1f}" y="{y(value) - 6:.1f}" fill="{colour}">{label}</text>')
-    for i, (mode, colour) in enumerate(colours.items()):
-        at = top + 16 * i + 12
-        body.append(f'<text x="{width - right}" y="{at}" text-anchor="end" fill="{colour}">{mode}</text>')
-    middle = (left + width - right) / 2
-    body.append(f'<text x="{middle}" y="{height - 10}" text-anchor="middle">bits per weight, scales included</text>')
-    body.append(f'<text transform="translate(16 {height / 2}) rotate(-90)" text-anchor="middle">perplexity</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
+    series = []
+    for mode in ("symmetric", "integer_zeros"):
+        chosen = sorted((row for row in rows[1:] if row["mode"] == mode), key=lambda row: row["bits_per_weight"])
+        points = [(row["bits_per_weight"], row["perplexity"]) for row in chosen]
+        labels = [f"{row['weights']}, {row['group_size']}" for row in chosen]
+        series.append(Series(mode, points, labels, joined=sum(row["bits"] == 4 for row in chosen)))
+    most = math.ceil(max(row["bits_per_weight"] for row in rows[1:])) + 0.5
+    return line_chart(
+        series,
+        x_label="bits per weight, scales included",
+        y_label="perplexity",
+        x_range=(4, most),
+        reference=(rows[0]["perplexity"], "dense"),
     )
 
 

@@ -1,0 +1,328 @@
+"""Which way a product takes, and the byte and operation counts that say how fast it can be."""
+
+import dataclasses
+import importlib
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jax_wonly import _abi, _cuda_dispatch, _ffi
+from jax_wonly._abi import Activation, RowMode
+from jax_wonly._model import bytes_text, scheme
+from jax_wonly._quantize import shift_mode_of
+from jax_wonly._tensor import QuantizedTensor
+from jax_wonly._validate import broadcast_leads, check_array, check_choice, check_weights
+from jax_wonly._wrapped import WrappedTensor
+from jax_wonly.primitives import experts as experts_primitive
+from jax_wonly.primitives import matmul as matmul_primitive
+
+PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The way of one product: what :func:`jax_wonly.explain` returns. ``str`` and ``repr`` give a paragraph.
+
+    Every byte is counted once, as a kernel that reads everything once would move it.
+    """
+
+    operation: str
+    """``"matmul"``, ``"matmul_transposed"``, ``"ragged_matmul"`` or ``"ragged_matmul_transposed"``."""
+    platform: str
+    device: str
+    """The device, or what is assumed about one that is not here."""
+    path: str
+    """``"kernel"`` (the fused kernels), ``"dequantize"`` (dense weights for XLA's product) or ``"xla"`` (XLA's own
+    operations alone)."""
+    kernel: str | None
+    """The kernel on the path: on CUDA its name, on CPUs the instruction set; None without one."""
+    targets: tuple[str, ...]
+    """The custom calls of the program."""
+    reason: str
+    """Why this path."""
+    dtype: str
+    """Of the activations."""
+    scheme: str
+    """Of the weights, such as ``"int4, group 128, zeros"``."""
+    batch: int
+    """Products with weights of their own: layers, or experts."""
+    m: int
+    """Rows of activations to each of the batch; all rows of an expert product together."""
+    k: int
+    n: int
+    weight_bytes: int
+    """Of the packed codes that are read."""
+    scale_bytes: int
+    """Of scales, zeros and offsets that are read."""
+    x_bytes: int
+    result_bytes: int
+    dense_weight_bytes: int
+    """Of the same weights, dense, in the type of the activations."""
+    flops: int
+    """Multiplications and additions of the product itself."""
+    kernel_us: float | None
+    """What the dispatch expects of the fused kernels, in microseconds on an H100; None where it has no model."""
+    dequantize_us: float | None
+    """The same of dequantizing for a dense product."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the path moves at least: without the kernel, the dense weights are also written and read again."""
+        once = self.weight_bytes + self.scale_bytes + self.x_bytes + self.result_bytes
+        return once if self.path == "kernel" else once + 2 * self.dense_weight_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes that a dense product of the same operands moves at least."""
+        return self.dense_weight_bytes + self.x_bytes + self.result_bytes
+
+    @property
+    def intensity(self) -> float:
+        """Operations for each byte that is moved."""
+        return self.flops / max(self.bytes, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field and derived number, as JSON has them."""
+        derived = {name: getattr(self, name) for name in ("bytes", "dense_bytes", "intensity")}
+        return dataclasses.asdict(self) | {"targets": list(self.targets)} | derived
+
+    def __repr__(self) -> str:
+        lead = f"{self.batch} x " if self.batch > 1 else ""
+        path = {
+            "kernel": f"fused kernel{f' ({self.kernel})' if self.kernel else ''}",
+            "dequantize": "dequantize, then XLA's dense product",
+            "xla": "XLA's operations",
+        }[self.path]
+        calls = f"; calls {', '.join(self.targets)}" if self.targets else ""
+        parts = [
+            f"{name} {bytes_text(count)}"
+            for name, count in (
+                ("codes", self.weight_bytes),
+                ("scales", self.scale_bytes),
+                ("x", self.x_bytes),
+                ("result", self.result_bytes),
+                ("dense weights, twice", 0 if self.path == "kernel" else 2 * self.dense_weight_bytes),
+            )
+            if count
+        ]
+        ratio = self.dense_bytes / max(self.bytes, 1)
+        compared = f"1/{ratio:.2f}" if ratio >= 1 else f"{1 / ratio:.2f} times"
+        inputs = self.n if self.operation.endswith("transposed") else self.k
+        rows = [
+            (
+                "product",
+                f"{self.operation}: {self.dtype} [{self.m}, {inputs}] with {lead}[{self.k}, {self.n}], {self.scheme}",
+            ),
+            ("platform", f"{self.platform}, {self.device}"),
+            ("path", path + calls),
+            ("why", self.reason),
+            ("bytes", f"{' + '.join(parts)} = {bytes_text(self.bytes)}, {compared} those of a dense product"),
+            ("work", f"{self.flops / 1e9:.3g} GFLOP, {self.intensity:.3g} FLOP a byte"),
+        ]
+        if self.kernel_us is not None and self.dequantize_us is not None:
+            rows.append(
+                ("model", f"fused {self.kernel_us:.3g} us, dequantized {self.dequantize_us:.3g} us (of an H100)")
+            )
+        return "\n".join(f"{name:<9} {text}" for name, text in rows)
+
+
+def explain(
+    x,
+    qt,
+    *,
+    platform: str | None = None,
+    implementation: str | None = None,
+    transpose: bool = False,
+    experts: bool = False,
+) -> Explanation:
+    """Says which kernel or other path ``matmul(x, qt)`` takes, and why, with the bytes and operations behind it.
+
+    Nothing is computed: operands may be :class:`jax.ShapeDtypeStruct`, such as ``jax.eval_shape`` returns. The path is
+    read off the program that the product is traced to.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import jax_wonly as jw
+    >>> x = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)
+    >>> qt = jax.eval_shape(jw.quantize, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
+    >>> found = jw.explain(x, qt, platform="cuda")
+    >>> found.m, found.weight_bytes, found.flops
+    (8, 8388608, 268435456)
+    >>> jw.explain(x, qt, platform="tpu").path
+    'xla'
+
+    Args:
+      x: floating ``[..., K]``, an array or its shape and dtype.
+      qt: a :class:`QuantizedTensor` ``[..., K, N]``, or one that is permuted or scaled, of arrays or of shapes.
+      platform: ``"cpu"``, ``"cuda"``, ``"tpu"`` or ``"rocm"``; None: that of x, or the default one. For ``"cuda"``
+        without a GPU here, an H100 is assumed.
+      implementation: as in :func:`jax_wonly.matmul`.
+      transpose: explain the product with the transposed weights instead, ``x [..., N]``: the gradient.
+      experts: explain ``ragged_dot`` or ``gather_matmul`` of x ``[..., K]`` with the experts ``[E, K, N]`` instead. The
+        rows are taken to belong to as many experts as they can.
+
+    Raises:
+      TypeError: an argument has a wrong type or dtype.
+      ValueError: shapes do not fit, an option is not one of those accepted, or the implementation cannot be had.
+    """
+    check_array("x", x)
+    weight = qt.weight if isinstance(qt, WrappedTensor) else qt
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"jax_wonly: qt is a {type(qt).__name__}; accepted: a QuantizedTensor.")
+    bits, k, n = check_weights(weight.qvalue, weight.scales, weight.zeros, weight.offsets, bits=weight.bits, k=weight.k)
+    inputs = n if transpose else k
+    if len(x.shape) == 0 or x.shape[-1] != inputs:
+        raise ValueError(f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., {inputs}].")
+    if experts and len(weight.shape) != 3:
+        raise ValueError(f"jax_wonly: qt has shape {weight.shape}; accepted with experts=True: [E, K, N].")
+    platform = _platform_of(x) if platform is None else platform
+    check_choice("platform", platform, PLATFORMS)
+    implementation = _ffi.resolve_implementation(implementation)
+
+    lead = weight.shape[:-2]
+    rows = math.prod(x.shape[:-1])
+    if experts:
+        batch, m = lead[0], rows
+    else:
+        batch = math.prod(lead)
+        m = math.prod(broadcast_leads(x=x.shape[:-2], qt=lead)) * math.prod(x.shape[-2:-1]) // max(batch, 1)
+    if batch == 0:
+        raise ValueError(f"jax_wonly: qt has shape {weight.shape}; accepted: no axis of size 0.")
+    outputs = k if transpose else n
+
+    targets, why = _trace(x, weight, platform, implementation, batch=batch, m=m, transpose=transpose, experts=experts)
+    shift = weight.zeros if weight.offsets is None else weight.offsets
+    mode = shift_mode_of(weight.zeros, weight.offsets)
+    kernel = kernel_us = dequantize_us = None
+    if platform == "cuda" and not experts and not transpose:
+        operands = (m, k, n, batch, bits, x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
+        kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands)
+        if _abi.MATMUL in targets:
+            kernel = _cuda_dispatch.kernel(*operands, groups=weight.scales.shape[-2])
+    elif platform == "cpu" and targets:
+        kernel = importlib.import_module("jax_wonly._cpu").active_isa()
+    path = "xla" if not targets else "dequantize" if targets == (_abi.DEQUANTIZE,) else "kernel"
+    read = min(batch, m) if experts and path == "kernel" else batch
+    per_weight = {name: math.prod(a.shape) * a.dtype.itemsize * read // batch for name, a in _arrays(weight).items()}
+    return Explanation(
+        operation=("ragged_" if experts else "") + "matmul" + ("_transposed" if transpose else ""),
+        platform=platform,
+        device=_device(platform),
+        path=path,
+        kernel=kernel if path == "kernel" else None,
+        targets=targets,
+        reason=why or _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us),
+        dtype=str(x.dtype),
+        scheme=scheme(weight),
+        batch=batch,
+        m=m,
+        k=k,
+        n=n,
+        weight_bytes=per_weight.pop("qvalue"),
+        scale_bytes=sum(per_weight.values()),
+        x_bytes=rows * inputs * x.dtype.itemsize,
+        result_bytes=(m if experts else m * batch) * outputs * x.dtype.itemsize,
+        dense_weight_bytes=read * k * n * x.dtype.itemsize,
+        flops=2 * m * k * n * (1 if experts else batch),
+        kernel_us=kernel_us,
+        dequantize_us=dequantize_us,
+    )
+
+
+def _arrays(weight: QuantizedTensor) -> dict[str, Any]:
+    arrays = {name: getattr(weight, name) for name in ("qvalue", "scales", "zeros", "offsets")}
+    return {name: a for name, a in arrays.items() if a is not None}
+
+
+def _platform_of(x) -> str:
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+        device = next(iter(x.devices()))
+    else:
+        device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    name = device if isinstance(device, str) else device.platform
+    return "cuda" if name == "gpu" else name
+
+
+def _device(platform: str) -> str:
+    if platform == "cpu":
+        return "this machine"
+    try:
+        return jax.devices(platform)[0].device_kind
+    except RuntimeError:
+        return "an H100, for there is no GPU here" if platform == "cuda" else "which is not here"
+
+
+def _trace(x, weight, platform, implementation, *, batch, m, transpose, experts) -> tuple[tuple[str, ...], str]:
+    """The custom calls of the product, and why there are none where that is not a matter of its shape."""
+    if implementation == "xla":
+        return (), "implementation='xla' was asked for"
+    if platform not in _ffi.PLATFORMS:
+        return (), f"there are no kernels for {platform}"
+    reason = _ffi.ensure_registered()[platform]
+    here = platform == "cpu" or _ffi.gpu_here()
+    if reason is not None and here:
+        if implementation == platform:
+            raise ValueError(f"jax_wonly: implementation={implementation!r} is not available: {reason}.")
+        return (), reason
+    if implementation in _ffi.PLATFORMS and implementation != platform:
+        raise ValueError(f"jax_wonly: implementation={implementation!r} does not run on {platform!r}.")
+
+    k, n = weight.k, weight.n
+    struct = jax.ShapeDtypeStruct
+    arrays = {name: struct((batch, *a.shape[weight.ndim - 2 :]), a.dtype) for name, a in _arrays(weight).items()}
+    qvalue, scales, *shift = arrays.values()
+    common: dict[str, Any] = dict(
+        bits=weight.bits,
+        shift_mode=shift_mode_of(weight.zeros, weight.offsets),
+        has_bias=False,
+        activation=Activation.NONE,
+        transpose=transpose,
+        k=k,
+        out_dtype=jnp.dtype(x.dtype),
+        precision=None,
+        implementation=implementation,
+    )
+    operand = struct((m, n if transpose else k), x.dtype)
+    if experts:
+        params: Any = experts_primitive.Params(**common, row_mode=RowMode.IDS, repeat=1)
+        native, operands = experts_primitive._native, (operand, qvalue, scales, struct((m,), np.int32), *shift)
+    else:
+        params = matmul_primitive.Params(**common)
+        operand = struct((batch, *operand.shape), x.dtype)
+        native, operands = matmul_primitive._native, (operand, qvalue, scales, *shift)
+    program = jax.make_jaxpr(partial(native, params=params, platform=platform))(*operands)
+    return tuple(dict.fromkeys(_targets(program.jaxpr))), ""
+
+
+def _targets(jaxpr) -> list[str]:
+    """The custom calls of a program, those of its inner programs too."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ffi_call":
+            found.append(equation.params["target_name"])
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                found += _targets(inner)
+    return found
+
+
+def _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us) -> str:
+    if implementation is not None:
+        return f"implementation={implementation!r} was asked for"
+    if path == "kernel":
+        if kernel_us is None or m <= _cuda_dispatch.STREAM_TOKENS:
+            return (
+                f"up to {_cuda_dispatch.STREAM_TOKENS} rows, one pass over the packed weights bounds the time"
+                if kernel_us is not None
+                else f"on {platform} the packed weights are read whatever the number of rows"
+            )
+        return f"the model expects {dequantize_us / kernel_us:.2f} times the speed of dequantizing first"
+    if path == "dequantize" and kernel_us is not None:
+        return f"the model expects dequantizing first to be {kernel_us / dequantize_us:.2f} times as fast"
+    what = "experts" if experts else "the transposed product" if transpose else "this product"
+    return f"there is no fused kernel for {what} here on {platform}"

@@ -1,0 +1,405 @@
+"""Tests of every compiled kernel on this machine against float64 and integer references, in seconds."""
+
+import importlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.ffi
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_wonly import _abi, _ffi
+from jax_wonly._experts import gather_matmul, ragged_dot
+from jax_wonly._explain import explain
+from jax_wonly._format import bias_of, pack, unpack
+from jax_wonly._matmul import matmul
+from jax_wonly._quantize import MODES, dequantize, quantize
+from jax_wonly._tensor import QuantizedTensor
+from jax_wonly.primitives import quantize as definition
+
+_DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_UNITS = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+CONVERSIONS = "wonly_selftest_conversions_v1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call and what it must give."""
+
+    what: str
+    """In words, for the report of a failure."""
+    function: Callable
+    operands: tuple
+    check: Callable[..., float]
+    """Of the results as NumPy arrays: the largest error over what is allowed, above 1 a failure."""
+    kernel: str = ""
+    """The kernel that is expected to run, where the dispatch has several."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the cases of one custom call came to, on one device and, on CPUs, with one instruction set."""
+
+    platform: str
+    variant: str
+    target: str
+    cases: int
+    worst: float
+    """The largest error over what is allowed; above 1, or NaN, in a failure."""
+    seconds: float
+    failures: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+def _ratio(error, bound) -> float:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(error == 0, 0.0, error / bound)
+    return float(np.max(ratio, initial=0.0)) if np.isfinite(ratio).all() else float("inf")
+
+
+def _excess(ratio: float) -> str:
+    if not np.isfinite(ratio):
+        return "the result is not that of the reference"
+    return f"the error is {ratio:.3g} times what is allowed"
+
+
+class _Weight:
+    """Random codes, scales and zeros or offsets ``[..., K, N]``, and what they stand for in float64."""
+
+    def __init__(self, rng, k, n, *, bits, group_size, mode, scale_dtype, lead=()):
+        shape = (*lead, k // (group_size or k), n)
+        self.codes = rng.integers(0, 2**bits, (*lead, k, n), dtype=np.uint8)
+        self.scales = (rng.uniform(0.3, 1.0, shape) * 2.0 ** (1 - bits)).astype(_DTYPES[scale_dtype])
+        self.shift = None
+        if mode == "integer_zeros":
+            self.shift = rng.integers(0, 2**bits, shape, dtype=np.uint8)
+        elif mode == "float_zeros":
+            self.shift = rng.uniform(-1, 2**bits, shape).astype(_DTYPES[scale_dtype])
+        elif mode == "offsets":
+            self.shift = rng.normal(-0.5, 1.0, shape).astype(_DTYPES[scale_dtype])
+        self.mode, self.bits, self.group_size = mode, bits, group_size or k
+        shift = None if self.shift is None else jnp.asarray(self.shift)
+        zeros, offsets = (None, shift) if mode == "offsets" else (shift, None)
+        packed = jax.jit(pack, static_argnums=1)(jnp.asarray(self.codes), bits)
+        self.qt = QuantizedTensor(packed, jnp.asarray(self.scales), zeros, offsets, bits=bits, k=k, n=n)
+
+    def dense(self, columns: slice | np.ndarray = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+        """The float64 weight of some outputs, and the magnitudes that a kernel adds up for it and cancels."""
+
+        def spread(a):
+            return np.repeat(np.asarray(a[..., columns]).astype(np.float64), self.group_size, axis=-2)
+
+        codes, s = self.codes[..., columns].astype(np.float64), spread(self.scales)
+        if self.mode == "offsets":
+            o = spread(self.shift)
+            return codes * s + o, codes * s + np.abs(o)
+        z = bias_of(self.bits) if self.shift is None else spread(self.shift)
+        return (codes - z) * s, (codes + np.abs(z)) * s
+
+
+def _x(rng, shape, dtype: str) -> np.ndarray:
+    return rng.normal(0.3, 1.0, shape).astype(_DTYPES[dtype])  # a mean other than zero shows wrong zeros
+
+
+def _product_bound(x64, dense, magnitude, exact, dtype: str, *, rounded_weights=False, terms=None):
+    """Float32 accumulation of what is added up, and one rounding of the result."""
+    bound = 2.0**-20 * max(1.0, np.sqrt(terms or x64.shape[-1]) / 8) * (np.abs(x64) @ magnitude)
+    if rounded_weights and dtype != "float32":
+        bound = bound + 4 * _UNITS[dtype] * np.sqrt((x64**2) @ (dense**2))
+    return 1.2 * bound + 1.01 * _UNITS[dtype] * np.abs(exact) + 1e-7
+
+
+def _scheme_text(bits, group_size, mode, dtype) -> str:
+    return f"int{bits}, group {group_size or 'all'}, {mode}, x {dtype}"
+
+
+def _schemes(platform: str) -> Iterator[tuple[int, str, str, int | None]]:
+    """Every pair of bits, mode and type of x, with the group sizes by turns."""
+    sizes = itertools.cycle((32, None, 128, 64, 256))
+    for bits, mode, dtype in itertools.product((4, 8), MODES, _DTYPES):
+        yield bits, mode, dtype, next(sizes)
+
+
+def _matmul(rng, platform: str) -> Iterator[Case]:
+    rows = itertools.cycle((1, 5, 20) if platform == "cpu" else (1, 5, 20, 40, 130))
+    plain = [(b, m, d, g, next(rows), 256 if g else 101, 72, None, False) for b, m, d, g in _schemes(platform)]
+    fused = [
+        (4, "symmetric", "bfloat16", 64, 5, 128, 70, "gelu", True),
+        (8, "offsets", "float32", 32, 20, 96, 70, "silu", True),
+        (4, "integer_zeros", "float16", 128, 3, 384, 130, "relu6", True),
+    ]
+    # Weights of 24 MiB with groups of 128 are what the decode kernel starts at.
+    large = [
+        (4, "symmetric", "bfloat16", 128, 1, 4096, 12288, None, False),
+        (4, "integer_zeros", "float16", 128, 2, 4096, 12288, "relu", True),
+        (8, "symmetric", "bfloat16", 128, 2, 4096, 6144, None, False),
+        (4, "symmetric", "bfloat16", 128, 16, 1024, 512, None, False),
+        (4, "integer_zeros", "bfloat16", 64, 70, 1024, 512, None, False),
+        (8, "symmetric", "float16", None, 140, 1024, 512, None, False),
+    ]
+    for bits, mode, dtype, size, m, k, n, activation, has_bias in plain + fused + (large if platform == "cuda" else []):
+        weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype)
+        x, bias = _x(rng, (m, k), dtype), (rng.normal(1, 3, n).astype(np.float32) if has_bias else None)
+        columns = np.arange(n) if n <= 1024 else rng.choice(n, 256, replace=False)
+
+        def check(y, x=x, weight=weight, columns=columns, bias=bias, activation=activation, dtype=dtype):
+            x64 = x.astype(np.float64)
+            dense, magnitude = weight.dense(columns)
+            exact = x64 @ dense + (0 if bias is None else bias[columns].astype(np.float64))
+            bound = _product_bound(x64, dense, magnitude, exact, dtype) + 2.0**-22 * np.abs(exact)
+            exact = _activate(exact, activation)
+            bound = bound + (4e-6 * (1 + np.abs(exact)) if activation in ("gelu", "silu") else 0)
+            return _ratio(np.abs(y[:, columns].astype(np.float64) - exact), bound)
+
+        def product(x, qt, bias, activation=activation):
+            return matmul(x, qt, bias=bias, activation=activation, implementation=platform)
+
+        yield Case(
+            f"[{m}, {k}] x [{k}, {n}], {_scheme_text(bits, size, mode, dtype)}, {activation}",
+            product,
+            (x, weight.qt, bias),
+            check,
+            kernel=explain(x, weight.qt, platform=platform, implementation=platform).kernel or "",
+        )
+
+
+def _activate(y: np.ndarray, activation: str | None) -> np.ndarray:
+    if activation == "gelu":
+        return 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+    if activation == "silu":
+        return y / (1 + np.exp(-y))
+    return y if activation is None else np.clip(y, 0, 6 if activation == "relu6" else np.inf)
+
+
+def _matmul_transposed(rng, platform: str) -> Iterator[Case]:
+    rows = itertools.cycle((1, 5, 20))
+    for bits, mode, dtype, size in itertools.islice(_schemes(platform), 0, None, 3 if platform == "cpu" else 2):
+        m, k, n = next(rows), 256 if size else 101, 72
+        weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype)
+        dy = _x(rng, (m, n), dtype)
+
+        def check(dx, dy=dy, weight=weight, dtype=dtype):
+            dy64 = dy.astype(np.float64)
+            dense, magnitude = (a.T for a in weight.dense())
+            exact = dy64 @ dense
+            bound = _product_bound(dy64, dense, magnitude, exact, dtype, rounded_weights=True)
+            return _ratio(np.abs(dx.astype(np.float64) - exact), bound)
+
+        def gradient(dy, qt, m=m, k=k):
+            struct = jax.ShapeDtypeStruct((m, k), dy.dtype)
+            return jax.linear_transpose(lambda x: matmul(x, qt, implementation=platform), struct)(dy)[0]
+
+        yield Case(f"[{m}, {n}], {_scheme_text(bits, size, mode, dtype)}", gradient, (dy, weight.qt), check)
+
+
+def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
+    experts, rows, k, n = 4, 23, 256, 72
+    for i, (bits, mode, dtype, size) in enumerate(itertools.islice(_schemes(platform), 0, None, 4)):
+        group = size or k
+        weight = _Weight(rng, k, n, bits=bits, group_size=group, mode=mode, scale_dtype=dtype, lead=(experts,))
+        ids = rng.integers(-1, experts + 1, rows).astype(np.int32)  # some rows have no expert
+        sizes = rng.multinomial(rows - 3, [0.5, 0.0, 0.3, 0.2]).astype(np.int32)
+        by_size = i % 2 == 0
+        if by_size:
+            ids = np.full(rows, -1, np.int32)
+            ids[: sizes.sum()] = np.repeat(np.arange(experts), sizes)
+        x = _x(rng, (rows, n if transpose else k), dtype)
+
+        def check(y, x=x, weight=weight, ids=ids, dtype=dtype):
+            x64 = x.astype(np.float64)
+            dense, magnitude = weight.dense()
+            if transpose:
+                dense, magnitude = dense.swapaxes(1, 2), magnitude.swapaxes(1, 2)
+            worst = 0.0
+            for row, e in enumerate(ids):
+                if not 0 <= e < experts:
+                    worst = max(worst, 0.0 if (y[row] == 0).all() else np.inf)
+                    continue
+                exact = x64[row] @ dense[e]
+                bound = _product_bound(x64[row], dense[e], magnitude[e], exact, dtype, rounded_weights=True)
+                worst = max(worst, _ratio(np.abs(y[row].astype(np.float64) - exact), bound))
+            return worst
+
+        def product(x, qt, ids, sizes, by_size=by_size):
+            if by_size:
+                return ragged_dot(x, qt, sizes, implementation=platform)
+            return gather_matmul(x, qt, ids, implementation=platform)
+
+        def gradient(dy, qt, ids, sizes, product=product):
+            struct = jax.ShapeDtypeStruct((rows, k), dy.dtype)
+            return jax.linear_transpose(lambda primal: product(primal, qt, ids, sizes), struct)(dy)[0]
+
+        operands = (x, weight.qt, jnp.asarray(ids), jnp.asarray(sizes))
+        what = f"{experts} experts by {'sizes' if by_size else 'ids'}, {_scheme_text(bits, size, mode, dtype)}"
+        yield Case(what, gradient if transpose else product, operands, check)
+
+
+def _quantize(rng, platform: str) -> Iterator[Case]:
+    for bits, mode, dtype, size in itertools.islice(_schemes(platform), 0, None, 2):
+        k, n = 256, 67
+        w = rng.normal(0.1, 1.0, (k, n))
+        w[:, rng.integers(0, n, 8)] = np.repeat([[0.0, 0.75, -1.25, 50.0]], 2, axis=0).reshape(-1)  # constant ones too
+        w = w.astype(_DTYPES[dtype])
+        params = {"bits": bits, "group_size": size or k, "mode": MODES[mode], "scale_dtype": jnp.dtype(dtype)}
+        with jax.default_device(_host()):
+            expected = [np.asarray(a[0]) for a in jax.jit(lambda w, p=params: definition.reference(w[None], **p))(w)]
+
+        def check(*found, expected=expected):
+            same = all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+            return 0.0 if same else np.inf
+
+        def call(w, bits=bits, size=size, mode=mode):
+            return tuple(quantize(w, bits=bits, group_size=size, mode=mode, implementation=platform))
+
+        yield Case(_scheme_text(bits, size, mode, dtype).replace("x ", "w "), call, (w,), check)
+
+
+def _dequantize(rng, platform: str) -> Iterator[Case]:
+    for bits, mode, dtype, size in itertools.islice(_schemes(platform), 1, None, 2):
+        weight = _Weight(rng, 256, 67, bits=bits, group_size=size, mode=mode, scale_dtype="float32")
+
+        def check(w, weight=weight, dtype=dtype):
+            exact, magnitude = weight.dense()
+            # Computed in float32, rounded once; float16 has steps of 2^-24 at the least.
+            bound = 0.51 * 2 * _UNITS[dtype] * np.abs(exact) + 2.0**-22 * magnitude + 2.0**-24
+            return _ratio(np.abs(w.astype(np.float64) - exact), bound)
+
+        def call(qt, dtype=dtype):
+            return dequantize(qt, dtype=dtype, implementation=platform)
+
+        yield Case(_scheme_text(bits, size, mode, dtype).replace("x ", "w "), call, (weight.qt,), check)
+
+
+def _conversions(rng, platform: str) -> Iterator[Case]:
+    """The fast conversions of codes: every half word, in both halves."""
+    half = np.arange(2**16, dtype=np.uint32)
+    words = np.concatenate([half | rng.permutation(half) << 16, rng.permutation(half) | half << 16])
+    for number, (name, outputs) in enumerate(importlib.import_module("jax_wonly._cpu").conversions()):
+        result = jax.ShapeDtypeStruct((len(words), outputs), np.uint32)
+
+        def call(words, number=number, result=result):
+            return jax.ffi.ffi_call(CONVERSIONS, result)(words, conversion=np.int64(number))
+
+        yield Case(name, call, (words,), lambda out, name=name: _check_conversion(name, words, out))
+
+
+def _check_conversion(name: str, words: np.ndarray, out: np.ndarray) -> float:
+    """Whether the values that a conversion makes of a word are those of its codes, in whatever order."""
+    bits = 4 if "int4" in name else 8
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    codes = ((words[:, None] >> shifts) & np.uint32(2**bits - 1)).astype(np.float64)
+    if name.endswith("subnormal"):  # bf16 multiples of 2^-133; of int4 every second code stays in the upper bits
+        codes = codes * np.where(np.arange(codes.shape[1]) % 2 * (bits == 4), 16, 1)
+        found = np.ascontiguousarray(out).view(ml_dtypes.bfloat16).astype(np.float64) * 2.0**133
+    else:
+        codes -= 0 if name.startswith("uint") else bias_of(bits)
+        kind = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[name.split("_to_")[1].split("_")[0]]
+        found = np.ascontiguousarray(out).view(kind).astype(np.float64)
+    same = np.array_equal(np.sort(found.reshape(len(words), -1), 1), np.sort(codes, 1))
+    return 0.0 if same else np.inf
+
+
+CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
+    _abi.MATMUL: _matmul,
+    _abi.MATMUL_TRANSPOSED: _matmul_transposed,
+    _abi.RAGGED_MATMUL: lambda rng, platform: _ragged(rng, platform, False),
+    _abi.RAGGED_MATMUL_TRANSPOSED: lambda rng, platform: _ragged(rng, platform, True),
+    _abi.QUANTIZE: _quantize,
+    _abi.DEQUANTIZE: _dequantize,
+    CONVERSIONS: _conversions,
+}
+
+
+def _host():
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        return jax.devices()[0]
+
+
+def registered(platform: str) -> list[str]:
+    """The custom calls that the module of a platform has registered; none where it is not installed."""
+    if _ffi.ensure_registered()[platform] is not None:
+        return []
+    return list(importlib.import_module(f"jax_wonly._{platform}").registrations())
+
+
+def run_cases(
+    target: str, platform: str, device, variants: Sequence[tuple[str, Callable[[], Any]]], seed: int
+) -> list[Outcome]:
+    """Runs the cases of one custom call, each compiled once and called with every variant.
+
+    Args:
+      target: the custom call.
+      platform: ``"cpu"`` or ``"cuda"``.
+      device: to run on.
+      variants: names, and functions that switch to them (the instruction sets of a CPU).
+      seed: of the random operands.
+    """
+    found: dict[str, list[tuple[float, str]]] = {name: [] for name, _ in variants}
+    seconds = dict.fromkeys(found, 0.0)
+    failed: dict[str, list[str]] = {name: [] for name in found}
+    rng = np.random.default_rng(seed)
+    with jax.default_device(device):
+        for case in CASES[target](rng, platform):
+            try:
+                lowered = jax.jit(case.function).lower(*case.operands)
+                if target not in lowered.as_text():
+                    raise AssertionError(f"the compiled program does not call {target}")
+                compiled, broken = lowered.compile(), None
+            except Exception as error:  # whatever a kernel does wrong is the result of the test
+                compiled, broken = None, error
+            for name, switch in variants:
+                begin = time.perf_counter()
+                try:
+                    if compiled is None:
+                        raise broken or AssertionError
+                    switch()
+                    results = compiled(*case.operands)
+                    ratio = case.check(*(np.asarray(a) for a in jax.tree.leaves(results)))
+                    if not ratio <= 1:
+                        failed[name].append(f"{case.what}: {_excess(ratio)}")
+                except Exception as error:
+                    ratio = float("inf")
+                    failed[name].append(f"{case.what}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                seconds[name] += time.perf_counter() - begin
+                found[name].append((ratio, case.kernel))
+    outcomes = []
+    for name, results in found.items():
+        kernels = ", ".join(sorted({kernel for _, kernel in results if kernel and platform == "cuda"}))
+        worst = max((ratio for ratio, _ in results), default=0.0)
+        outcomes.append(
+            Outcome(platform, name or kernels, target, len(results), worst, seconds[name], tuple(failed[name]))
+        )
+    return outcomes
+
+
+def run_xla(device, seed: int) -> Outcome:
+    """Runs the products in XLA's operations alone, which every other platform and case has."""
+    rng = np.random.default_rng(seed)
+    begin = time.perf_counter()
+    failures, worst, count = [], 0.0, 0
+    with jax.default_device(device):
+        for bits, mode in ((4, "symmetric"), (8, "offsets")):
+            weight = _Weight(rng, 256, 72, bits=bits, group_size=64, mode=mode, scale_dtype="float32")
+            x = _x(rng, (5, 256), "float32")
+            y = np.asarray(jax.jit(lambda x, qt: matmul(x, qt, implementation="xla"))(x, weight.qt))
+            dense, magnitude = weight.dense()
+            exact = x.astype(np.float64) @ dense
+            ratio = _ratio(np.abs(y - exact), _product_bound(x.astype(np.float64), dense, magnitude, exact, "float32"))
+            count, worst = count + 1, max(worst, ratio)
+            same = np.array_equal(
+                jax.jit(unpack, static_argnums=(1, 2, 3))(weight.qt.qvalue, bits, 256, 72), weight.codes
+            )
+            if not ratio <= 1 or not same:
+                failures.append(f"{_scheme_text(bits, 64, mode, 'float32')}: {_excess(ratio)}")
+    seconds = time.perf_counter() - begin
+    return Outcome(device.platform, "", "XLA's operations", count, worst, seconds, tuple(failures))

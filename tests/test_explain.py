@@ -1,0 +1,152 @@
+"""What ``explain`` says of a product is what the compiled program does."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import random_weight, random_x
+
+import jax_wonly as jw
+from jax_wonly import _abi, _cuda_dispatch, _explain
+
+STRUCT = jax.ShapeDtypeStruct
+
+
+def shapes_of(k, n, lead=(), **options):
+    return jax.eval_shape(lambda w: jw.quantize(w, **options), STRUCT((*lead, k, n), jnp.bfloat16))
+
+
+def calls_of(function, *operands, platform) -> set[str]:
+    text = jax.jit(function).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    return {target for target in _abi.TARGETS if f"@{target}(" in text}
+
+
+@pytest.mark.skipif(not jw.status().cuda, reason="the program for GPUs has no kernels where they are not installed")
+@pytest.mark.parametrize("mode", ["symmetric", "float_zeros"])
+def test_path_on_cuda_is_that_of_the_program(mode):
+    qt = shapes_of(1024, 512, mode=mode)
+    paths = set()
+    for m in (1, 16, 64, 300, 4096):
+        x = STRUCT((m, 1024), jnp.bfloat16)
+        found = jw.explain(x, qt, platform="cuda")
+        forced = jw.explain(x, qt, platform="cuda", implementation="cuda")
+        assert set(found.targets) == {_abi.MATMUL if found.path == "kernel" else _abi.DEQUANTIZE}
+        assert forced.path == "kernel" and forced.targets == (_abi.MATMUL,)
+        if jw._ffi.gpu_here():
+            assert set(found.targets) == calls_of(jw.matmul, x, qt, platform="cuda")
+        paths.add(found.path)
+        if m > 16:
+            assert (found.path == "kernel") == (found.kernel_us <= found.dequantize_us)
+            assert f"{max(found.kernel_us / found.dequantize_us, found.dequantize_us / found.kernel_us):.2f}" in str(
+                found
+            )
+    assert paths == {"kernel", "dequantize"}
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("experts", [False, True])
+def test_path_on_cpus_is_that_of_the_program(experts, transpose):
+    qt = shapes_of(256, 192, (3,) if experts else (), group_size=64)
+    x = STRUCT((5, 192 if transpose else 256), jnp.float32)
+    primal = STRUCT((5, 256), jnp.float32)
+    ids = STRUCT((5,), jnp.int32)
+
+    def product(x, qt, ids):
+        return jw.gather_matmul(x, qt, ids) if experts else jw.matmul(x, qt)
+
+    def gradient(dy, qt, ids):
+        return jax.linear_transpose(lambda x: product(x, qt, ids), primal)(dy)[0]
+
+    found = jw.explain(x, qt, transpose=transpose, experts=experts)
+    assert set(found.targets) == calls_of(gradient if transpose else product, x, qt, ids, platform="cpu")
+    assert found.path == "kernel" and found.platform == "cpu" and found.kernel
+    assert found.operation.startswith("ragged" if experts else "matmul")
+
+
+def test_counts(rng):
+    weight = random_weight(rng, 256, 130, group_size=64, mode="integer_zeros", scale_dtype="float16")
+    x = random_x(rng, (2, 3, 256), "bfloat16")
+    found = jw.explain(x, weight.qt)
+    assert (found.batch, found.m, found.k, found.n) == (1, 6, 256, 130)
+    assert found.weight_bytes == weight.qt.qvalue.nbytes
+    assert found.scale_bytes == 4 * 130 * 2 + 4 * 130
+    assert found.x_bytes == x.nbytes and found.result_bytes == 6 * 130 * 2
+    assert found.bytes == found.weight_bytes + found.scale_bytes + found.x_bytes + found.result_bytes
+    assert found.flops == 2 * 6 * 256 * 130 and found.dense_weight_bytes == 256 * 130 * 2
+    assert found.intensity == pytest.approx(found.flops / found.bytes)
+    slow = jw.explain(x, weight.qt, implementation="xla")
+    assert slow.path == "xla" and not slow.targets and slow.bytes == found.bytes + 2 * found.dense_weight_bytes
+    assert slow.to_dict()["bytes"] == slow.bytes and "xla" in repr(slow)
+
+    stacked = random_weight(rng, 64, 70, group_size=32, lead=(4,)).qt
+    found = jw.explain(random_x(rng, (5, 4, 3, 64)), stacked)
+    assert (found.batch, found.m) == (4, 15) and found.weight_bytes == stacked.qvalue.nbytes
+    assert found.flops == 2 * 4 * 15 * 64 * 70
+    found = jw.explain(random_x(rng, (64,)), stacked, experts=True)
+    assert (found.batch, found.m, found.flops) == (4, 1, 2 * 64 * 70)
+    assert found.weight_bytes == stacked.qvalue.nbytes // 4  # one row has one expert
+    order = jnp.asarray(rng.permutation(256), jnp.int32)
+    permuted = jw.PermutedTensor(weight.qt, order)
+    assert jw.explain(x, permuted).weight_bytes == jw.explain(x, weight.qt).weight_bytes
+
+
+def test_kernels_on_cuda(monkeypatch):
+    """One case on each side of every rule of ffi/cuda/matmul.cu."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    monkeypatch.setattr(jw._explain._ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+
+    def kernel(m, k=8192, n=8192, dtype=jnp.bfloat16, **options):
+        qt = shapes_of(k, n, **options)
+        return jw.explain(STRUCT((m, k), dtype), qt, platform="cuda", implementation="cuda").kernel
+
+    assert [kernel(m) for m in (1, 2, 3, 8, 9)] == ["matmul_decode"] * 2 + ["matmul_stream"] * 2 + ["matmul_warpgroup"]
+    assert [kernel(1, group_size=g) for g in (64, 256, None)] == ["matmul_stream", "matmul_decode", "matmul_decode"]
+    assert [kernel(1, 4096, n) for n in (12224, 12288)] == ["matmul_stream", "matmul_decode"]
+    assert [kernel(4, 4096, n, bits=8) for n in (132 * 64, 132 * 64 + 1)] == ["matmul_stream", "matmul_stream"]
+    assert kernel(4, 4096, 132 * 64 + 8, bits=8) == "matmul_warpgroup"
+    assert kernel(40, mode="offsets") == kernel(40, dtype=jnp.float32) == "matmul_stream"
+    assert kernel(40, mode="integer_zeros") == "matmul_warpgroup"
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("8.0", 108))
+    assert {kernel(m) for m in (1, 40)} == {"matmul_stream"}
+
+
+def test_elsewhere(monkeypatch):
+    x, qt = STRUCT((4, 256), jnp.bfloat16), shapes_of(256, 128)
+    assert jw.explain(x, qt, platform="tpu").path == "xla"
+    monkeypatch.setattr(jw._explain._ffi, "ensure_registered", lambda: {"cpu": "it is gone", "cuda": None})
+    found = jw.explain(x, qt)
+    assert found.path == "xla" and found.reason == "it is gone" and "it is gone" in str(found)
+    with pytest.raises(ValueError, match="implementation='cpu' is not available: it is gone"):
+        jw.explain(x, qt, implementation="cpu")
+
+
+def test_bad_input():
+    x, qt = STRUCT((4, 256), jnp.bfloat16), shapes_of(256, 128)
+    for error, match, call in [
+        (TypeError, "x is a list", lambda: jw.explain([1.0], qt)),
+        (TypeError, "x has dtype int32", lambda: jw.explain(STRUCT((4, 256), jnp.int32), qt)),
+        (TypeError, "qt is a ShapeDtypeStruct", lambda: jw.explain(x, x)),
+        (ValueError, r"x has shape \(4, 255\)", lambda: jw.explain(STRUCT((4, 255), jnp.float32), qt)),
+        (ValueError, r"accepted: \[\.\.\., 128\]", lambda: jw.explain(x, qt, transpose=True)),
+        (ValueError, "platform='gpu'", lambda: jw.explain(x, qt, platform="gpu")),
+        (ValueError, "implementation='fast'", lambda: jw.explain(x, qt, implementation="fast")),
+        (ValueError, r"accepted with experts=True: \[E, K, N\]", lambda: jw.explain(x, qt, experts=True)),
+        (ValueError, "does not run on 'cpu'", lambda: jw.explain(x, qt, platform="cpu", implementation="cuda")),
+    ]:
+        with pytest.raises(error, match=match):
+            call()
+
+
+def test_nothing_is_computed(rng):
+    """Operands may be traced, and shapes alone give the same answer as arrays."""
+    weight, x = random_weight(rng, 64, 70, group_size=32).qt, np.ones((3, 64), np.float32)
+    seen = []
+    jax.jit(lambda x, qt: seen.append(jw.explain(x, qt)))(x, weight)
+    assert seen[0] == jw.explain(x, weight) == jw.explain(jnp.asarray(x), jax.eval_shape(lambda: weight))
+
+
+def test_example_runs():
+    result = doctest.testmod(_explain, optionflags=doctest.ELLIPSIS)
+    assert result.attempted and not result.failed
