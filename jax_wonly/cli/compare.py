@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -100,9 +101,9 @@ def _error(before: Any, after: Any) -> float | None:
     """The relative error; None where the shapes do not fit."""
     quantized = isinstance(before, _Weight), isinstance(after, _Weight)
     if all(quantized):
-        return _of_arrays(before.dequantize(jnp.float32), after.dequantize(jnp.float32))
+        return _of_arrays(_dense(before), _dense(after))
     # A quantized one stays so, to be dequantized in pieces.
-    before, after = (a.dequantize(jnp.float32) if isinstance(a, WrappedTensor) else a for a in (before, after))
+    before, after = (_dense(a) if isinstance(a, WrappedTensor) else a for a in (before, after))
     errors = [_of_arrays(before, after)]
     if quantized[0] != quantized[1] and len(before.shape) == 2:
         # A dense matrix is [outputs, inputs] or [inputs, outputs], a quantized one the latter: what is nearer is meant.
@@ -111,12 +112,16 @@ def _error(before: Any, after: Any) -> float | None:
     return min((error for error in errors if error is not None), default=None)
 
 
+def _dense(weight: Any) -> jax.Array:
+    return weight.dequantize(jnp.float32)
+
+
 def _of_arrays(a: Any, b: Any) -> float | None:
     if tuple(a.shape) != tuple(b.shape):
         return None
     if isinstance(b, QuantizedTensor):
         return relative_error(jnp.asarray(a), b)
-    a, b = (np.asarray(v.dequantize(jnp.float32) if isinstance(v, QuantizedTensor) else v) for v in (a, b))
+    a, b = (np.asarray(_dense(v) if isinstance(v, QuantizedTensor) else v) for v in (a, b))
     if np.array_equal(a, b):
         return 0.0
     a, b = a.astype(np.float64), b.astype(np.float64)
