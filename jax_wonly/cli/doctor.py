@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             if target:
                 outcomes += _selftest.run_cases(target, platform, device, variants, args.seed)
             else:
-                outcomes.append(_selftest.run_xla(device, args.seed))
+                outcomes.append(_selftest.run_xla(platform, device, args.seed))
         finally:
             if platform == "cpu" and variants:
                 importlib.import_module("jax_wonly._cpu").force_isa("")
