@@ -139,7 +139,7 @@ class QuantizedTensor:
 
     @property
     def T(self):  # noqa: N802
-        """Raises a TypeError: packing and scales go along K."""
+        """Is refused with a TypeError, because packing and scales go along K."""
         raise TypeError(
             "jax_wonly: a QuantizedTensor has no transpose, because its packing and scales go along K. Quantize "
             "w.T, or use qt.dequantize().T."

@@ -93,7 +93,7 @@ def layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[
       The layers that were applied, by path, such as ``"blocks/attention/query"``.
 
     Raises:
-      What applying the model raises, if shapes do not fit.
+      TypeError, ValueError: shapes do not fit the model.
 
     Example:
       >>> model = linen.MultiHeadDotProductAttention(num_heads=4)

@@ -1,4 +1,4 @@
-"""The pages of docs/ whose code is written as doctests: it runs, and prints what they say."""
+"""The pages of docs/: code that is written as doctests runs and prints what they say, and the site shows every page."""
 
 import doctest
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = sorted(page.name for page in DOCS.glob("*.md") if ">>> " in page.read_text())
+PAGES = sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if ">>> " in page.read_text())
 
 for needed in ("flax", "optax", "orbax.checkpoint"):
     pytest.importorskip(needed)
@@ -15,6 +15,15 @@ for needed in ("flax", "optax", "orbax.checkpoint"):
 
 def test_pages_are_found():
     assert {"flax.md", "lora.md", "memory.md"} <= set(PAGES)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set()
+    for page in DOCS.rglob("*.md"):
+        for tree in re.findall(r"^```{toctree}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            names = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            listed |= {(page.parent / f"{name}.md").relative_to(DOCS) for name in names}
+    assert listed | {Path("index.md")} == {page.relative_to(DOCS) for page in DOCS.rglob("*.md")}
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -44,7 +44,7 @@ def gptq(
       damping: what is added to the diagonal of the moments, relative to its mean; above 0. Ten times as much is added
         again and again while the moments have no Cholesky factor.
       act_order: False: in the order of the inputs. True: the largest inputs first, in groups of that order, which
-        gives a :class:`~jax_wonly.compat.PermutedTensor`: x is gathered at each product. ``"static"``: the largest
+        gives a :class:`~jax_wonly.PermutedTensor`: x is gathered at each product. ``"static"``: the largest
         first, in groups of neighbours whose grids come from the weights as given; nothing is gathered then.
       clip: whether the extremes of groups are clipped as by :func:`mse` (with the moments of the group's inputs); plain
         GPTQ does not.

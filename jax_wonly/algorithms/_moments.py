@@ -96,7 +96,7 @@ def output_error(w, weight: Any, moments=None) -> float:
     Args:
       w: dense ``[..., K, N]``.
       weight: what stands for it, with a method ``dequantize``: a :class:`~jax_wonly.QuantizedTensor`,
-        :class:`ScaledTensor` or :class:`~jax_wonly.compat.PermutedTensor`; or a dense array.
+        :class:`ScaledTensor` or :class:`~jax_wonly.PermutedTensor`; or a dense array.
       moments: of the inputs x, as :func:`second_moments` makes them; None: all inputs are independent and of one size,
         which gives the relative error of the weight itself.
 

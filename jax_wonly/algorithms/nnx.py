@@ -73,7 +73,9 @@ class InputScale(nnx.BatchStat):
 
 
 class ScaledLinear(QuantizedLinear):
-    """A quantized linear layer whose inputs are multiplied first: the layer of a :class:`ScaledTensor`.
+    """A quantized linear layer whose inputs are multiplied first.
+
+    It is the layer of a :class:`~jax_wonly.algorithms.ScaledTensor`.
 
     Args:
       in_features, out_features, options: as in :class:`jax_wonly.nnx.QuantizedLinear`.
@@ -137,7 +139,7 @@ class ModelReport(Report):
     Attributes:
       layers, skipped, model_bytes_before, model_bytes_after: as there.
       output_errors: for each layer with moments, by path, the relative error of its outputs on the calibration data,
-        as :func:`output_error`.
+        as :func:`jax_wonly.algorithms.output_error`.
 
     Example:
       >>> model = nnx.Sequential(nnx.Linear(128, 64, rngs=nnx.Rngs(0)))

@@ -45,8 +45,8 @@ FORMATS = ("auto", "gguf", *READERS)
 class Checkpoint(Mapping[str, Any]):
     """The tensors of a checkpoint, each read when it is asked for, and not kept. Made by :func:`load`.
 
-    A value is a :class:`~jax_wonly.QuantizedTensor` or :class:`PermutedTensor` ``[K, N]`` (inputs by outputs), or a
-    dense array exactly as stored: PyTorch's ``[out, in]`` in most of these formats.
+    A value is a :class:`~jax_wonly.QuantizedTensor` or :class:`~jax_wonly.PermutedTensor` ``[K, N]`` (inputs by
+    outputs), or a dense array exactly as stored: PyTorch's ``[out, in]`` in most of these formats.
 
     Attributes:
       path: where it was found.

@@ -32,7 +32,7 @@ def save(
 
     Args:
       path: a folder, which is made if need be; or, for ``"jax_wonly"``, a file that ends in ``.safetensors``.
-      tensors: names with a :class:`~jax_wonly.QuantizedTensor`, :class:`~jax_wonly.checkpoint.PermutedTensor` or dense
+      tensors: names with a :class:`~jax_wonly.QuantizedTensor`, :class:`~jax_wonly.PermutedTensor` or dense
         array each, such as a :class:`~jax_wonly.checkpoint.Checkpoint`; or, for ``"jax_wonly"``, a Flax nnx model.
       format: ``"jax_wonly"`` (every weight, as it is), ``"gptq"`` or ``"compressed-tensors"`` (symmetric weights and
         integer zeros; a name that ends in ``.weight`` gives its parts). Dense arrays are written as they are, so that

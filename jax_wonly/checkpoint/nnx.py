@@ -27,7 +27,7 @@ _KERNEL_NAMES = ("kernel", "embedding", "scale")  # what PyTorch calls weight
 
 
 class PermutedLinear(QuantizedLinear):
-    """A quantized linear layer whose inputs are gathered first: the layer of a :class:`PermutedTensor`.
+    """A quantized linear layer whose inputs are gathered first: the layer of a :class:`~jax_wonly.PermutedTensor`.
 
     ``kernel`` has its rows in the stored order; ``permutation`` says which input each is.
 

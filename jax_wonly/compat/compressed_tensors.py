@@ -61,8 +61,8 @@ def decode_packed(
       group_size: needed only where it does not divide K.
 
     Returns:
-      A :class:`~jax_wonly.QuantizedTensor` ``[..., K, N]``, or a :class:`PermutedTensor` where groups are not
-      contiguous.
+      A :class:`~jax_wonly.QuantizedTensor` ``[..., K, N]``, or a :class:`~jax_wonly.PermutedTensor` where groups are
+      not contiguous.
 
     Raises:
       TypeError, ValueError: types, shapes or groups do not fit, or the group size cannot be held.

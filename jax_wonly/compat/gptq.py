@@ -40,8 +40,8 @@ def decode(
       group_size: needed only where it does not divide K, and there is no ``g_idx``.
 
     Returns:
-      A :class:`~jax_wonly.QuantizedTensor` ``[K, N]``, or a :class:`PermutedTensor` where groups are not contiguous
-      (act-order). There are no zeros where they are known and all ``2**(bits - 1)``.
+      A :class:`~jax_wonly.QuantizedTensor` ``[K, N]``, or a :class:`~jax_wonly.PermutedTensor` where groups are not
+      contiguous (act-order). There are no zeros where they are known and all ``2**(bits - 1)``.
 
     Raises:
       TypeError, ValueError: types, shapes or groups do not fit, or the group size cannot be held.

@@ -1,0 +1,29 @@
+"""The site of docs/: `sphinx-build -W docs build/docs`."""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # docstrings are those of this tree, whatever is installed
+
+project = "jax_wonly"
+copyright = "the jax_wonly authors"  # noqa: A001
+release = version = re.findall(r'__version__ = "(.+)"', (ROOT / "jax_wonly/_version.py").read_text())[0]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings say which types and shapes
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # several names may share a line
+napoleon_use_rtype = False
+
+# Every reference to this package must lead somewhere; those to others are text.
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(?!jax_wonly\.).*"), (r"py:class", r"jax_wonly\._.*")]
+
+html_theme = "furo"
+html_title = f"jax_wonly {release}"
+html_copy_source = False
