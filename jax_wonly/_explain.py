@@ -29,46 +29,56 @@ class Explanation:
     """The way of one product: what :func:`jax_wonly.explain` returns. ``str`` and ``repr`` give a paragraph.
 
     Every byte is counted once, as a kernel that reads everything once would move it.
+
+    Attributes:
+      operation: ``"matmul"``, ``"matmul_transposed"``, ``"ragged_matmul"`` or ``"ragged_matmul_transposed"``.
+      platform: such as ``"cuda"``.
+      device: the device, or what is assumed about one that is not here.
+      path: ``"kernel"`` (the fused kernels), ``"dequantize"`` (dense weights for XLA's product) or ``"xla"`` (XLA's own
+        operations alone).
+      kernel: the kernel on the path: on CUDA its name, on CPUs the instruction set; None without one.
+      targets: the custom calls of the program.
+      reason: why this path.
+      dtype: of the activations.
+      scheme: of the weights, such as ``"int4, group 128, zeros"``.
+      batch: products with weights of their own: layers, or experts.
+      m: rows of activations to each of the batch; all rows of an expert product together.
+      k, n: inputs and outputs of the weights.
+      weight_bytes: of the packed codes that are read.
+      scale_bytes: of scales, zeros and offsets that are read.
+      x_bytes, result_bytes: of the activations and of the result.
+      dense_weight_bytes: of the same weights, dense, in the type of the activations.
+      flops: multiplications and additions of the product itself.
+      kernel_us: what the dispatch expects of the fused kernels, in microseconds on an H100; None where it has no model.
+      dequantize_us: the same of dequantizing for a dense product.
+
+    Example:
+      >>> found = jw.explain(jnp.ones((4, 128)), jw.quantize(jnp.ones((128, 64))), platform="cpu")
+      >>> found.operation, found.m, found.k, found.n, found.flops
+      ('matmul', 4, 128, 64, 65536)
     """
 
     operation: str
-    """``"matmul"``, ``"matmul_transposed"``, ``"ragged_matmul"`` or ``"ragged_matmul_transposed"``."""
     platform: str
     device: str
-    """The device, or what is assumed about one that is not here."""
     path: str
-    """``"kernel"`` (the fused kernels), ``"dequantize"`` (dense weights for XLA's product) or ``"xla"`` (XLA's own
-    operations alone)."""
     kernel: str | None
-    """The kernel on the path: on CUDA its name, on CPUs the instruction set; None without one."""
     targets: tuple[str, ...]
-    """The custom calls of the program."""
     reason: str
-    """Why this path."""
     dtype: str
-    """Of the activations."""
     scheme: str
-    """Of the weights, such as ``"int4, group 128, zeros"``."""
     batch: int
-    """Products with weights of their own: layers, or experts."""
     m: int
-    """Rows of activations to each of the batch; all rows of an expert product together."""
     k: int
     n: int
     weight_bytes: int
-    """Of the packed codes that are read."""
     scale_bytes: int
-    """Of scales, zeros and offsets that are read."""
     x_bytes: int
     result_bytes: int
     dense_weight_bytes: int
-    """Of the same weights, dense, in the type of the activations."""
     flops: int
-    """Multiplications and additions of the product itself."""
     kernel_us: float | None
-    """What the dispatch expects of the fused kernels, in microseconds on an H100; None where it has no model."""
     dequantize_us: float | None
-    """The same of dequantizing for a dense product."""
 
     @property
     def bytes(self) -> int:
@@ -145,16 +155,6 @@ def explain(
     Nothing is computed: operands may be :class:`jax.ShapeDtypeStruct`, such as ``jax.eval_shape`` returns. The path is
     read off the program that the product is traced to.
 
-    >>> import jax, jax.numpy as jnp
-    >>> import jax_wonly as jw
-    >>> x = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)
-    >>> qt = jax.eval_shape(jw.quantize, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
-    >>> found = jw.explain(x, qt, platform="cuda")
-    >>> found.m, found.weight_bytes, found.flops
-    (8, 8388608, 268435456)
-    >>> jw.explain(x, qt, platform="tpu").path
-    'xla'
-
     Args:
       x: floating ``[..., K]``, an array or its shape and dtype.
       qt: a :class:`QuantizedTensor` ``[..., K, N]``, or one that is permuted or scaled, of arrays or of shapes.
@@ -168,6 +168,15 @@ def explain(
     Raises:
       TypeError: an argument has a wrong type or dtype.
       ValueError: shapes do not fit, an option is not one of those accepted, or the implementation cannot be had.
+
+    Example:
+      >>> x = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)
+      >>> qt = jax.eval_shape(jw.quantize, jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16))
+      >>> found = jw.explain(x, qt, platform="cuda")
+      >>> found.m, found.weight_bytes, found.flops
+      (8, 8388608, 268435456)
+      >>> jw.explain(x, qt, platform="tpu").path
+      'xla'
     """
     check_array("x", x)
     weight = qt.weight if isinstance(qt, WrappedTensor) else qt

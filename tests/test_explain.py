@@ -1,7 +1,5 @@
 """What ``explain`` says of a product is what the compiled program does."""
 
-import doctest
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from reference import random_weight, random_x
 
 import jax_wonly as jw
-from jax_wonly import _abi, _cuda_dispatch, _explain
+from jax_wonly import _abi, _cuda_dispatch
 
 STRUCT = jax.ShapeDtypeStruct
 
@@ -145,8 +143,3 @@ def test_nothing_is_computed(rng):
     seen = []
     jax.jit(lambda x, qt: seen.append(jw.explain(x, qt)))(x, weight)
     assert seen[0] == jw.explain(x, weight) == jw.explain(jnp.asarray(x), jax.eval_shape(lambda: weight))
-
-
-def test_example_runs():
-    result = doctest.testmod(_explain, optionflags=doctest.ELLIPSIS)
-    assert result.attempted and not result.failed
