@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jax_wonly._contraction import Einsum, Kernel, Labels, contract
-from jax_wonly._tensor import QuantizedTensor
-from jax_wonly._validate import check_array
+from jax_wonly._format import check_array, check_size
+from jax_wonly._tensor import QuantizedTensor, check_parts
 
 
 def einsum(
@@ -49,13 +49,19 @@ def einsum(
       >>> jw.einsum("btd,dhk->bthk", x, query, axis_sizes={"h": 4}).shape
       (2, 5, 4, 16)
     """
-    _check_right("einsum", x, qt)
+    _check_right("einsum", "x", "qt", x, qt)
     if not isinstance(equation, str):
         raise TypeError(f"jax_wonly: equation is a {type(equation).__name__}; accepted: a str 'x,weight->result'.")
+    if not isinstance(axis_sizes, Mapping | None):
+        raise TypeError(
+            f"jax_wonly: axis_sizes is a {type(axis_sizes).__name__}; accepted: a mapping of axes to sizes."
+        )
     parsed = Einsum.parse(equation)
     rhs = parsed.kernel.axes
     lhs, result = parsed.expand(len(x.shape))
-    known: dict[Hashable, int] = {label: size for label, size in (axis_sizes or {}).items()}
+    known: dict[Hashable, int] = {
+        label: check_size(f"axis_sizes[{label!r}]", size) for label, size in (axis_sizes or {}).items()
+    }
     stacked = len(qt.shape) - 2
     if unknown := [label for label in known if label not in rhs[stacked:] or label in lhs]:
         raise ValueError(
@@ -64,6 +70,7 @@ def einsum(
         )
     return _product(
         f"the equation {equation!r}",
+        "x",
         x,
         qt,
         lhs,
@@ -106,7 +113,7 @@ def dot_general(
       >>> jw.dot_general(x, experts, (((2,), (1,)), ((0,), (0,)))).shape
       (8, 4, 64)
     """
-    _check_right("dot_general", lhs, rhs)
+    _check_right("dot_general", "lhs", "rhs", lhs, rhs)
     said = f"dimension_numbers={dimension_numbers!r}"
     try:
         pairs = [tuple(tuple(int(i) for i in axes) for axes in pair) for pair in dimension_numbers]
@@ -134,6 +141,7 @@ def dot_general(
     result = (*lhs_batch, *free, *(label for label in labels if label not in of_lhs))
     return _product(
         said,
+        "lhs",
         lhs,
         rhs,
         of_lhs,
@@ -146,21 +154,24 @@ def dot_general(
     )
 
 
-def _check_right(name: str, x, qt) -> None:
+def _check_right(function: str, left: str, right: str, x, qt) -> None:
     if isinstance(x, QuantizedTensor):
-        raise TypeError(f"jax_wonly: {name} has a QuantizedTensor on the left; accepted: on the right, x on the left.")
-    check_array("x" if name == "einsum" else "lhs", x)
-    if not isinstance(qt, QuantizedTensor):
         raise TypeError(
-            f"jax_wonly: the right operand of {name} is a {type(qt).__name__}; accepted: a QuantizedTensor (use "
-            f"{'jax.numpy' if name == 'einsum' else 'jax.lax'}.{name} for arrays)."
+            f"jax_wonly: {left} is a QuantizedTensor; accepted: {function} with one on the right, as {right}, alone."
         )
+    check_array(left, x)
+    if not isinstance(qt, QuantizedTensor):
+        own = f"{'jax.numpy' if function == 'einsum' else 'jax.lax'}.{function}"
+        raise TypeError(
+            f"jax_wonly: {right} is a {type(qt).__name__}; accepted: a QuantizedTensor (use {own} for arrays)."
+        )
+    check_parts(right, qt)
 
 
 def _product(
-    said: str, x, qt: QuantizedTensor, lhs: Labels, rhs: Labels, result: Labels, known: dict, **options: Any
+    said: str, name: str, x, qt: QuantizedTensor, lhs: Labels, rhs: Labels, result: Labels, known: dict, **options: Any
 ) -> jax.Array:
-    """The product of labelled axes; ``said`` names it in messages, ``known`` are sizes of outputs."""
+    """The product of labelled axes; ``said`` and ``name`` are it and x in messages, ``known`` are sizes of outputs."""
     stacked = len(qt.shape) - 2
     lead, own = rhs[:stacked], rhs[stacked:]
     inputs = tuple(label for label in own if label in lhs)
@@ -183,8 +194,8 @@ def _product(
     sizes = dict(zip(lead, qt.shape, strict=False)) | {label: length[label] for label in inputs}
     if math.prod(sizes[label] for label in inputs) != qt.k:
         raise ValueError(
-            f"jax_wonly: x has shape {tuple(x.shape)}, whose summed axes have {[sizes[label] for label in inputs]} "
-            f"elements; accepted: a product of K = {qt.k}."
+            f"jax_wonly: {name} has shape {tuple(x.shape)}, whose summed axes have "
+            f"{[sizes[label] for label in inputs]} elements; accepted: a product of K = {qt.k}."
         )
     missing = [label for label in outputs if label not in known]
     given = math.prod(known[label] for label in outputs if label in known)

@@ -13,7 +13,7 @@ from jax_wonly._abi import RowMode
 from jax_wonly._explicit import explicit_mesh, ragged_on_mesh
 from jax_wonly._matmul import resolve_activation, resolve_precision
 from jax_wonly._quantize import shift_mode_of
-from jax_wonly._tensor import QuantizedTensor
+from jax_wonly._tensor import QuantizedTensor, check_parts
 from jax_wonly._validate import FLOATS, check_array, check_finite, check_float_dtype, check_weights
 from jax_wonly.primitives.experts import Params
 from jax_wonly.primitives.experts import ragged_matmul as _bind
@@ -152,6 +152,7 @@ def _check_experts(name: str, qt) -> None:
             f"jax_wonly: {name} is a {type(qt).__name__}; accepted: a QuantizedTensor [E, K, N] (quantize(w) of w "
             "[E, K, N])."
         )
+    check_parts(name, qt)
     leads = {tuple(a.shape[:-3] if a is qt.qvalue else a.shape[:-2]) for a in qt}
     if len(qt.shape) != 3 or len(leads) != 1 or qt.shape[0] == 0:
         raise ValueError(

@@ -8,14 +8,19 @@ and ``k`` as below, the code lies in word ``128 atom + 4 (4g + t) + 2 half + hig
 - int8: ``k = 16 half + 8 pair + 2t + odd``, byte ``pair + 2 odd`` of the word.
 """
 
+from typing import Any
+
 import jax
+import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 FORMAT_VERSION = 1
 TILE_N = 64
 TILE_WORDS = 512
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128, 256)
+FLOATS = ("float16", "bfloat16", "float32")
 
 # The axes of one tile grid, from codes [K, N] to words and back: k = (Kt, half, pair, t, odd), n = (Nt, atom, high, g).
 _CODES_TO_WORDS = (5, 0, 6, 8, 3, 1, 7, 4, 2)  # -> (Nt, Kt, atom, g, t, half, high, odd, pair)
@@ -46,10 +51,34 @@ def packed_shape(bits: int, k: int, n: int) -> tuple[int, int, int]:
     return (*tiles(bits, k, n), TILE_WORDS)
 
 
+def check_array(name: str, value, dtypes: tuple[str, ...] = FLOATS):
+    """``value`` if it is an array of one of the dtypes."""
+    # Quantized weights have shape and dtype too, and like others that are no arrays they opt out of NumPy's functions.
+    is_array = hasattr(value, "dtype") and hasattr(value, "shape") and getattr(value, "__array_ufunc__", 1) is not None
+    if not is_array or isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"jax_wonly: {name} is a {type(value).__name__}; accepted: an array of dtype {', '.join(dtypes)}."
+        )
+    if str(value.dtype) not in dtypes:
+        raise TypeError(f"jax_wonly: {name} has dtype {value.dtype}; accepted: {', '.join(dtypes)}.")
+    return value
+
+
 def check_bits(bits: object) -> int:
-    if bits not in BITS or isinstance(bits, bool):
+    if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)) or bits not in BITS:
         raise ValueError(f"jax_wonly: bits={bits!r} is not supported; accepted: 4, 8.")
-    return int(bits)  # type: ignore[call-overload]
+    return int(bits)
+
+
+def check_size(name: str, value: Any) -> Any:
+    """A positive whole number, or one that is not known yet (jax.export's symbolic shapes)."""
+    if jax.export.is_symbolic_dim(value):
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"jax_wonly: {name}={value!r} is not an integer; accepted: integers from 1 on.")
+    if value < 1:
+        raise ValueError(f"jax_wonly: {name}={value!r} is not positive; accepted: integers from 1 on.")
+    return int(value)
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
@@ -74,9 +103,8 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
       ((1, 2, 512), dtype('uint32'))
     """
     bits = check_bits(bits)
+    check_array("codes", codes, ("uint8",))
     codes = jnp.asarray(codes)
-    if codes.dtype != jnp.uint8:
-        raise TypeError(f"jax_wonly: codes has dtype {codes.dtype}; accepted: uint8.")
     if codes.ndim < 2 or 0 in codes.shape[-2:]:
         raise ValueError(f"jax_wonly: codes has shape {codes.shape}; accepted: [..., K, N] with K, N >= 1.")
     *lead, k, n = codes.shape
@@ -104,8 +132,9 @@ def unpack(qw: jax.Array, bits: int, k: int, n: int) -> jax.Array:
       True
     """
     bits = check_bits(bits)
+    check_array("qw", qw, ("uint32",))
     qw = jnp.asarray(qw)
-    check_packed(qw, bits, k, n)
+    check_packed(qw, bits, check_size("k", k), check_size("n", n))
     lead = qw.shape[:-3]
     nt, kt = qw.shape[-3:-1]
     pairs = 16 // bits

@@ -154,7 +154,7 @@ def resolve_precision(precision) -> lax.Precision | None:
             return None
     try:
         return lax.Precision(precision)
-    except ValueError:
+    except (TypeError, ValueError):  # the former for what has no hash
         raise ValueError(
             f"jax_wonly: precision={precision!r} is not supported; accepted: None, 'default', 'high', 'highest' or a "
             "jax.lax.Precision."

@@ -6,7 +6,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -211,6 +211,18 @@ def check_quantizable(plan: Iterable[tuple[str, Any, tuple[int, ...], Mapping[st
             jax.eval_shape(functools.partial(quantize_array, **options), jax.ShapeDtypeStruct(shape, kernel.dtype))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{error} (layer {path})") from error
+
+
+def bytes_needed(kernel: Any, bits: int, copied: bool) -> int:
+    """Of memory to quantize a kernel, beside itself: the codes, and the kernel again if it is to be arranged."""
+    return math.prod(kernel.shape) * bits // 8 + copied * nbytes(kernel)
+
+
+def name_done(error: BaseException, paths: Sequence[str], total: int, what: str) -> None:
+    """Adds to an exception which of the layers were quantized before it, and what is of them now."""
+    if paths:
+        some = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+        error.add_note(f"jax_wonly: {len(paths)} of {total} layers had been quantized ({some}) and {what}.")
 
 
 def report_layer(

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_wonly import _ffi
 from jax_wonly._abi import QuantizeMode, ShiftMode
-from jax_wonly._format import check_bits
+from jax_wonly._format import check_bits, check_size
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import (
     broadcast_leads,
@@ -145,7 +145,7 @@ def dequantize(
         qw = qw.qvalue
     if k is None:
         raise TypeError("jax_wonly: k is None; accepted: the number of inputs K of the packed array.")
-    bits, k, _ = check_weights(qw, scales, zeros, offsets, bits=bits, k=k)
+    bits, k, _ = check_weights(qw, scales, zeros, offsets, bits=bits, k=check_size("k", k))
     shift = [a for a in (zeros, offsets) if a is not None]
     broadcast_leads(qw=qw.shape[:-3], scales=scales.shape[:-2], zeros_or_offsets=shift[0].shape[:-2] if shift else ())
     dtype = jnp.dtype(scales.dtype) if dtype is None else check_float_dtype("dtype", dtype)

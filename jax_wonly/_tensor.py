@@ -12,7 +12,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jax_wonly._format import FORMAT_VERSION
+from jax_wonly._format import FORMAT_VERSION, check_array
 from jax_wonly._validate import check_weights
 
 _FORMAT_NAME = "jax_wonly"
@@ -235,6 +235,12 @@ class QuantizedTensor:
         return cls(
             *(None if a is None else jnp.asarray(a) for a in (qvalue, scales, zeros, offsets)), bits=bits, k=k, n=n
         )
+
+
+def check_parts(name: str, qt: QuantizedTensor) -> None:
+    """Raises a TypeError unless the parts of a weight are arrays of their types; its shape is known then."""
+    check_array(f"{name}.qvalue", qt.qvalue, ("uint32",))
+    check_array(f"{name}.scales", qt.scales)
 
 
 # jax.export stores the tree structure of arguments and results, so that it has to know how to write this node.

@@ -6,33 +6,21 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_wonly._format import GROUP_SIZES, check_bits, check_packed, tiles
-
-FLOATS = ("float16", "bfloat16", "float32")
-
-
-def check_array(name: str, value, dtypes: tuple[str, ...] = FLOATS):
-    """``value`` if it has a shape and one of the dtypes."""
-    if not (hasattr(value, "dtype") and hasattr(value, "shape")):
-        raise TypeError(
-            f"jax_wonly: {name} is a {type(value).__name__}; accepted: an array of dtype {', '.join(dtypes)}."
-        )
-    if str(value.dtype) not in dtypes:
-        raise TypeError(f"jax_wonly: {name} has dtype {value.dtype}; accepted: {', '.join(dtypes)}.")
-    return value
+from jax_wonly._format import FLOATS, GROUP_SIZES, check_array, check_bits, check_packed, tiles
 
 
 def check_choice(name: str, value: Any, accepted: Iterable[Any]) -> None:
     """Raises ValueError unless ``value`` is one of those accepted."""
     accepted = tuple(accepted)
-    if value not in accepted:
+    # Values of other types cannot all be compared: arrays, for one.
+    if not isinstance(value, (str, int, np.integer, type(None))) or value not in accepted:
         raise ValueError(f"jax_wonly: {name}={value!r} is not supported; accepted: {', '.join(map(repr, accepted))}.")
 
 
 def check_float_dtype(name: str, dtype) -> jnp.dtype:
     try:
         dtype = jnp.dtype(dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"jax_wonly: {name}={dtype!r} is not a dtype; accepted: {', '.join(FLOATS)}.") from error
     if str(dtype) not in FLOATS:
         raise TypeError(f"jax_wonly: {name}={dtype} is not supported; accepted: {', '.join(FLOATS)}.")
@@ -41,10 +29,12 @@ def check_float_dtype(name: str, dtype) -> jnp.dtype:
 
 def check_group_size(group_size: int | None, k: int) -> int:
     """The number of inputs that share a scale; None and -1 mean all of them."""
-    if group_size is None or group_size == -1:
+    if group_size is None:
         return k
     if isinstance(group_size, bool) or not isinstance(group_size, (int, np.integer)):
         raise TypeError(f"jax_wonly: group_size={group_size!r} is not an integer; accepted: {_accepted_group_sizes()}.")
+    if group_size == -1:
+        return k
     if group_size not in GROUP_SIZES and group_size != k:
         raise ValueError(f"jax_wonly: group_size={group_size} is not supported; accepted: {_accepted_group_sizes()}.")
     if k % group_size:

@@ -30,7 +30,18 @@ from jax.core import Tracer
 from jax_wonly._contraction import Einsum, Kernel, as_tuple, contract, dense_general
 from jax_wonly._einsum import dot_general
 from jax_wonly._matmul import matmul
-from jax_wonly._model import Report, SkippedLayer, check_options, check_quantizable, choose, nbytes, report_layer
+from jax_wonly._model import (
+    LayerReport,
+    Report,
+    SkippedLayer,
+    bytes_needed,
+    check_options,
+    check_quantizable,
+    choose,
+    name_done,
+    nbytes,
+    report_layer,
+)
 from jax_wonly._quantize import quantize as quantize_array
 from jax_wonly._take import take_outputs
 from jax_wonly._tensor import QuantizedTensor
@@ -151,7 +162,8 @@ def quantize(
       layers: what :func:`layers` found.
       embeddings: whether to quantize the tables of ``nn.Embed`` too, as in ``jax_wonly.nnx.quantize``.
       donate: whether to delete every dense kernel once it is quantized, so that dense and quantized parameters are
-        never in memory together. ``params`` cannot be used afterwards.
+        never in memory together. ``params`` cannot be used afterwards. The kernel that takes the most memory is the
+        first, so that memory which does not suffice is noticed before anything is deleted.
       measure_error: whether to dequantize each weight once more for ``LayerReport.relative_error``.
       **options: further arguments of ``jax_wonly.quantize``.
 
@@ -213,8 +225,18 @@ def quantize(
         for path, (_, kernel, chosen) in plan.items()
     )
 
+    def needed(path: tuple[str, ...]) -> int:
+        return bytes_needed(flat[path], plan[path][2]["bits"], plan[path][1] != _DENSE)
+
+    # The one that needs the most memory goes first: what would not fit fails before anything is deleted.
+    largest = max(plan, key=needed, default=None)
+    order = list(flat)
+
+    done: dict[tuple[str, ...], LayerReport] = {}
+
     def work():
-        for path, (name, kernel, chosen) in plan.items():
+        for path in sorted(plan, key=lambda path: path != largest):
+            name, kernel, chosen = plan[path]
             dense = flat.pop(path)
             arranged = functools.partial(kernel.arrange, jnp.asarray(dense))
             weight = quantize_array(arranged(), **chosen)
@@ -223,14 +245,20 @@ def quantize(
             del arranged
             if donate and isinstance(dense, jax.Array) and not isinstance(dense, Tracer):
                 dense.delete()
+            done[path] = report
             yield report
 
-    order = list(flat)
-    done = tuple(progress_bar(work(), "quantize", total=len(plan), unit="layers") if progress and plan else work())
+    try:
+        for _ in progress_bar(work(), "quantize", total=len(plan), unit="layers") if progress and plan else work():
+            pass
+    except BaseException as error:
+        if donate:
+            name_done(error, [report.path for report in done.values()], len(plan), "their dense kernels are deleted")
+        raise
     result: Mapping[str, Any] = traverse_util.unflatten_dict({path: flat[path] for path in order})
     if isinstance(params, FrozenDict):
         result = FrozenDict(result)
-    return result, Report(done, tuple(skipped), bytes_before, _bytes_of(flat))
+    return result, Report(tuple(done[path] for path in plan), tuple(skipped), bytes_before, _bytes_of(flat))
 
 
 def _layer_of(path: tuple[str, ...], value: Any, layers: Mapping[str, Layer] | None, embeddings: bool) -> Layer | str:

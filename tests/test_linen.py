@@ -314,6 +314,29 @@ def test_donation_frees_each_dense_kernel(monkeypatch):
     assert np.isfinite(y).all()
 
 
+@pytest.mark.parametrize("donate", [False, True])
+def test_failure_in_the_middle(monkeypatch, donate):
+    """Parameters are as they were, unless some were donated: the largest is the first, so not for want of memory."""
+    params = {f"Dense_{i}": {"kernel": random((64, n), i)} for i, n in enumerate((64, 32, 128, 64))}
+    original, calls = linen.quantize_array, []
+
+    def failing(w, **options):
+        calls.append(w.shape[-1])
+        if len(calls) == fails:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return original(w, **options)
+
+    monkeypatch.setattr(linen, "quantize_array", failing)
+    for fails in (1, 3):
+        calls.clear()
+        with pytest.raises(RuntimeError) as caught:
+            linen.quantize(params, group_size=32, donate=donate)
+        assert calls == [128, 64, 32][:fails]
+        deleted = [name for name, layer in params.items() if layer["kernel"].is_deleted()]
+        assert deleted == (["Dense_0", "Dense_2"] if donate and fails == 3 else [])
+        assert bool(deleted) == hasattr(caught.value, "__notes__")
+
+
 def test_quantized_dense_is_dense_then_quantized():
     x = random((3, 5, 64))
     options = {"bits": 4, "group_size": 32}

@@ -222,6 +222,53 @@ def test_a_kernel_with_nan_changes_nothing():
     assert type(model.layers[0]) is nnx.Linear
 
 
+def failing_at(monkeypatch, call: int) -> None:
+    """Quantizing raises in the place of its ``call``-th layer."""
+    original, calls = QuantizedLinear.from_dense, iter(range(1000))
+
+    def from_dense(*args, **options):
+        if next(calls) == call:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return original(*args, **options)
+
+    monkeypatch.setattr(QuantizedLinear, "from_dense", from_dense)
+
+
+@pytest.mark.parametrize("call", [0, 1, 5, 8])
+def test_failure_in_the_middle(monkeypatch, call):
+    """The largest layer is the first; after it, what is done stays quantized, everywhere, and the rest stays dense."""
+    model, ids = Model(nnx.Rngs(0)), jnp.arange(6)
+    before, graph = jax.tree.map(np.asarray, nnx.state(model)), nnx.graphdef(model)
+    expected = np.asarray(model(ids))
+    options = {"group_size": 32, "bits": 8}
+    failing_at(monkeypatch, call)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as caught:
+        quantize(model, **options)
+    done = [path for path, module in nnx.iter_modules(model) if isinstance(module, QuantizedLinear)]
+    assert len(done) == call
+    if call == 0:
+        assert nnx.graphdef(model) == graph and not hasattr(caught.value, "__notes__")
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
+    else:
+        assert f"{call} of 9 layers" in caught.value.__notes__[0]
+        assert isinstance(model.blocks[0].down, QuantizedLinear)  # the first of the largest
+    assert model.named.first is model.blocks[0].up
+    assert model.plain["list"][0] is model.blocks[1].up
+    np.testing.assert_allclose(model(ids), expected, rtol=0, atol=0.02)
+
+
+def test_layer_that_needs_most_is_first(monkeypatch):
+    model = nnx.Sequential(linear(64, 64), nnx.LinearGeneral(64, (64,), rngs=nnx.Rngs(0)), linear(64, 128))
+    report = quantize(model, group_size=32)
+    assert [layer.path for layer in report.layers] == ["layers/0", "layers/1", "layers/2"]
+    model = nnx.Sequential(linear(64, 64), nnx.LinearGeneral(64, (64,), rngs=nnx.Rngs(0)), linear(64, 128))
+    failing_at(monkeypatch, 0)
+    with pytest.raises(RuntimeError):
+        quantize(model, group_size=32)
+    # It needs less than the codes of the last one, but beside them its kernel again.
+    assert [type(layer).__name__ for layer in model.layers] == ["Linear", "QuantizedLinearGeneral", "Linear"]
+
+
 def test_only_modules_with_layers_below_them():
     with pytest.raises(TypeError, match="model"):
         quantize({"kernel": jnp.ones((64, 64))})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -12,9 +13,11 @@ from jax_wonly._model import (
     LayerReport,
     Report,
     SkippedLayer,
+    bytes_needed,
     check_options,
     check_quantizable,
     choose,
+    name_done,
     nbytes,
     report_layer,
 )
@@ -42,7 +45,12 @@ def quantize(
     subclass that inherits the methods of one. A layer held in several places stays shared. A layer that computes
     something else, or whose number of inputs is not a multiple of ``group_size``, stays dense and is listed in
     ``Report.skipped``; ask for another group size for it with ``predicate``. An abstract model (``nnx.eval_shape``)
-    becomes an abstract quantized one. When this raises, nothing has been changed.
+    becomes an abstract quantized one.
+
+    Arguments and values are checked before anything is changed, and the layer that takes the most memory is quantized
+    first, so that memory which does not suffice is noticed while the model is as it was. If something else fails later,
+    the layers that are done stay quantized, the others dense, and a note on the exception says which; the model works
+    either way.
 
     Args:
       model: a module with such layers somewhere below it.
@@ -96,11 +104,22 @@ def quantize(
         (planned.path, planned.dense_kernel, planned.arranged_shape, planned.options) for planned in plan.values()
     )
     total = len(plan)
-    work = replace(model, plan, functools.partial(_quantize_layer, measure_error=measure_error))
+    order = {planned.path: i for i, planned in enumerate(plan.values())}
+    convert = functools.partial(_quantize_layer, measure_error=measure_error)
+    # The layer that needs the most memory goes first: what would not fit fails while nothing is changed, and from there
+    # on every layer frees more than it takes.
+    first = {key: plan.pop(key) for key in sorted(plan, key=lambda key: -plan[key].bytes_needed)[:1]}
+    work: Iterator[LayerReport] = itertools.chain(replace(model, first, convert), replace(model, plan, convert))
     if progress and total:
         work = progress_bar(work, "quantize", total=total, unit="layers")
-    layers = tuple(work)
-    return Report(layers, skipped, model_bytes_before, model_bytes(model))
+    layers: list[LayerReport] = []
+    try:
+        layers.extend(work)
+    except BaseException as error:
+        name_done(error, [layer.path for layer in layers], total, "stay so; the others are dense as they were")
+        raise
+    layers.sort(key=lambda layer: order[layer.path])
+    return Report(tuple(layers), skipped, model_bytes_before, model_bytes(model))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +132,12 @@ class _Planned:
     @property
     def dense_kernel(self) -> jax.Array | jax.ShapeDtypeStruct:
         return getattr(self.dense, self.type.parameter).get_value()
+
+    @property
+    def bytes_needed(self) -> int:
+        """Of memory to quantize the layer, beside the dense one; the parts that grow with its size."""
+        kernel, copied = self.dense_kernel, self.type.arrange.__func__ is not QuantizedLayer.arrange.__func__
+        return bytes_needed(kernel, self.options["bits"], copied)
 
     @property
     def arranged_shape(self) -> tuple[int, ...]:
@@ -206,7 +231,15 @@ def replace(
                 return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
         return node
 
-    return visit(model)
+    try:
+        return (yield from visit(model))
+    except BaseException:
+        # What was converted takes its place everywhere, so that a layer held in several places stays shared.
+        plan.clear()
+        seen.clear()
+        for _ in visit(model):
+            pass
+        raise
 
 
 def _quantize_layer(planned: _Planned, measure_error: bool) -> tuple[QuantizedLayer, LayerReport]:
