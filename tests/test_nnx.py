@@ -1,6 +1,7 @@
 """Quantized Flax nnx layers and the in-place quantization of models."""
 
 import functools
+import gc
 import json
 import sys
 import weakref
@@ -699,6 +700,8 @@ def test_peak_memory_is_the_dense_model_and_one_layer(monkeypatch):
 
     def live():
         return sum(a.nbytes for a in jax.live_arrays())
+
+    gc.collect()  # what other tests left behind must not go away in the middle
 
     def report_layer(*args):
         seen.append(live())
