@@ -3,16 +3,17 @@
 import dataclasses
 import importlib
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from jax_wonly import _abi, _cuda_dispatch, _ffi
-from jax_wonly._abi import Activation, RowMode
+from jax_wonly._experts import gather_matmul
+from jax_wonly._matmul import matmul
 from jax_wonly._model import bytes_text, scheme
 from jax_wonly._quantize import shift_mode_of
 from jax_wonly._tensor import QuantizedTensor
@@ -203,7 +204,7 @@ def explain(
         raise ValueError(f"jax_wonly: qt has shape {weight.shape}; accepted: no axis of size 0.")
     outputs = k if transpose else n
 
-    targets, why = _trace(x, weight, platform, implementation, batch=batch, m=m, transpose=transpose, experts=experts)
+    targets, why = _trace(x, weight, platform, implementation, transpose=transpose, experts=experts)
     shift = weight.zeros if weight.offsets is None else weight.offsets
     mode = shift_mode_of(weight.zeros, weight.offsets)
     kernel = kernel_us = dequantize_us = None
@@ -265,7 +266,7 @@ def _device(platform: str) -> str:
         return "an H100, for there is no GPU here" if platform == "cuda" else "which is not here"
 
 
-def _trace(x, weight, platform, implementation, *, batch, m, transpose, experts) -> tuple[tuple[str, ...], str]:
+def _trace(x, weight, platform, implementation, *, transpose, experts) -> tuple[tuple[str, ...], str]:
     """The custom calls of the product, and why there are none where that is not a matter of its shape."""
     if implementation == "xla":
         return (), "implementation='xla' was asked for"
@@ -280,44 +281,40 @@ def _trace(x, weight, platform, implementation, *, batch, m, transpose, experts)
     if implementation in _ffi.PLATFORMS and implementation != platform:
         raise ValueError(f"jax_wonly: implementation={implementation!r} does not run on {platform!r}.")
 
-    k, n = weight.k, weight.n
     struct = jax.ShapeDtypeStruct
-    arrays = {name: struct((batch, *a.shape[weight.ndim - 2 :]), a.dtype) for name, a in _arrays(weight).items()}
-    qvalue, scales, *shift = arrays.values()
-    common: dict[str, Any] = dict(
-        bits=weight.bits,
-        shift_mode=shift_mode_of(weight.zeros, weight.offsets),
-        has_bias=False,
-        activation=Activation.NONE,
-        transpose=transpose,
-        k=k,
-        out_dtype=jnp.dtype(x.dtype),
-        precision=None,
-        implementation=implementation,
+    primal = struct((*x.shape[:-1], weight.k), x.dtype)
+
+    def product(x, qt):
+        if experts:
+            return gather_matmul(x, qt, jnp.zeros(x.shape[:-1], jnp.int32), implementation=implementation)
+        return matmul(x, qt, implementation=implementation)
+
+    def gradient(dy, qt):
+        return jax.linear_transpose(lambda x: product(x, qt), primal)(dy)[0]
+
+    operands = jax.tree.map(lambda a: struct(a.shape, a.dtype), (x, weight))
+    traced = jax.make_jaxpr(gradient if transpose else product)(*operands)
+    primitive, native = (
+        (experts_primitive.ragged_matmul_p, experts_primitive._native)
+        if experts
+        else (matmul_primitive.matmul_p, matmul_primitive._native)
     )
-    operand = struct((m, n if transpose else k), x.dtype)
-    if experts:
-        params: Any = experts_primitive.Params(**common, row_mode=RowMode.IDS, repeat=1)
-        native, operands = experts_primitive._native, (operand, qvalue, scales, struct((m,), np.int32), *shift)
-    else:
-        params = matmul_primitive.Params(**common)
-        operand = struct((batch, *operand.shape), x.dtype)
-        native, operands = matmul_primitive._native, (operand, qvalue, scales, *shift)
-    program = jax.make_jaxpr(partial(native, params=params, platform=platform))(*operands)
-    return tuple(dict.fromkeys(_targets(program.jaxpr))), ""
+    bound = next(e for e in _equations(traced.jaxpr) if e.primitive is primitive)
+    lowered = jax.make_jaxpr(partial(native, platform=platform, **bound.params))(
+        *(struct(v.aval.shape, v.aval.dtype) for v in bound.invars)
+    )
+    calls = (e.params["target_name"] for e in _equations(lowered.jaxpr) if e.primitive.name == "ffi_call")
+    return tuple(dict.fromkeys(calls)), ""
 
 
-def _targets(jaxpr) -> list[str]:
-    """The custom calls of a program, those of its inner programs too."""
-    found = []
+def _equations(jaxpr) -> Iterator[Any]:
+    """Those of a program and of its inner programs."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "ffi_call":
-            found.append(equation.params["target_name"])
+        yield equation
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                found += _targets(inner)
-    return found
+                yield from _equations(inner)
 
 
 def _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us) -> str:

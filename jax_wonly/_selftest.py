@@ -2,8 +2,10 @@
 
 import importlib
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -332,6 +334,19 @@ def registered(platform: str) -> list[str]:
     return list(importlib.import_module(f"jax_wonly._{platform}").registrations())
 
 
+def _compile(case: Case, target: str, pool: Executor) -> Future:
+    """The program of a case, some time later."""
+    future: Future = Future()
+    try:
+        lowered = jax.jit(case.function).lower(*case.operands)
+        if target not in lowered.as_text():
+            raise AssertionError(f"the compiled program does not call {target}")
+        future = pool.submit(lowered.compile)
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
 def run_cases(
     target: str, platform: str, device, variants: Sequence[tuple[str, Callable[[], Any]]], seed: int
 ) -> list[Outcome]:
@@ -348,26 +363,20 @@ def run_cases(
     seconds = dict.fromkeys(found, 0.0)
     failed: dict[str, list[str]] = {name: [] for name in found}
     rng = np.random.default_rng(seed)
-    with jax.default_device(device):
-        for case in CASES[target](rng, platform):
-            try:
-                lowered = jax.jit(case.function).lower(*case.operands)
-                if target not in lowered.as_text():
-                    raise AssertionError(f"the compiled program does not call {target}")
-                compiled, broken = lowered.compile(), None
-            except Exception as error:  # whatever a kernel does wrong is the result of the test
-                compiled, broken = None, error
+    with jax.default_device(device), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        # Compiling takes most of the time, and leaves Python to the others.
+        cases = [(case, _compile(case, target, pool)) for case in CASES[target](rng, platform)]
+        for case, compiled in cases:
             for name, switch in variants:
                 begin = time.perf_counter()
                 try:
-                    if compiled is None:
-                        raise broken or AssertionError
+                    program = compiled.result()
                     switch()
-                    results = compiled(*case.operands)
+                    results = program(*case.operands)
                     ratio = case.check(*(np.asarray(a) for a in jax.tree.leaves(results)))
                     if not ratio <= 1:
                         failed[name].append(f"{case.what}: {_excess(ratio)}")
-                except Exception as error:
+                except Exception as error:  # whatever a kernel does wrong is the result of the test
                     ratio = float("inf")
                     failed[name].append(f"{case.what}: {type(error).__name__}: {str(error).splitlines()[0]}")
                 seconds[name] += time.perf_counter() - begin
