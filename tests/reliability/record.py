@@ -23,7 +23,10 @@ def measured(check: str, run: Callable[..., dict[str, Any]], *args: Any, **optio
 
 
 def save(output: Path | str, rows: Iterable[dict[str, Any]], **facts: Any) -> int:
-    """Writes a result file, with facts about machine and run; returns the exit status."""
+    """Writes a result file, with facts about machine and run; returns the exit status.
+
+    Rows of other checks stay in the file if they were made by the same commit on such a machine.
+    """
     import jax
 
     rows = list(rows)
@@ -34,10 +37,15 @@ def save(output: Path | str, rows: Iterable[dict[str, Any]], **facts: Any) -> in
         "python": platform.python_version(),
         "commit": commit(),
         **facts,
-        "rows": rows,
     }
     path = Path(output) if Path(output).is_absolute() else RESULTS / output
     path.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    kept = before.pop("rows", [])
+    if before != report:
+        kept = []
+    names = {row["check"] for row in rows}
+    report["rows"] = [row for row in kept if row["check"] not in names] + rows
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{path} written")
     return int(any(row["failures"] for row in rows))
