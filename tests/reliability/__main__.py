@@ -1,6 +1,6 @@
 """Long checks, each of which writes benchmarks/results/reliability-*.json, from which docs/reliability.md is made.
 
-python tests/reliability fuzz [--examples 500]         random and hostile inputs (a few of each also run as tests)
+python tests/reliability fuzz [--examples 200]         random and hostile inputs (a few of each also run as tests)
 python tests/reliability stress [--calls 100000]       threads, devices, replays, leaks; on a GPU if there is one
 python tests/reliability memory                        a GPU without memory left, while a model is quantized
 python tests/reliability sanitize                      the CPU kernels under ASan and UBSan

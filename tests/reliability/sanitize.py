@@ -101,7 +101,7 @@ def check_fuzz(where: dict[str, str], folder: Path, name: str, examples: int) ->
     output = folder / "fuzz.json"
     output.unlink(missing_ok=True)
     words = [sys.executable, ROOT / "tests" / "reliability", "fuzz", "--only", name, "--output", output]
-    out = run([*words, "--examples", examples], where, folder)
+    out = run([*words, "--examples", examples, "--quick", 5 * examples], where, folder)
     if not output.is_file():  # the process was ended
         return {"what": name, "cases": 0, "failures": 1}
     row = json.loads(output.read_text())["rows"][0]
@@ -110,7 +110,7 @@ def check_fuzz(where: dict[str, str], folder: Path, name: str, examples: int) ->
 
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="reliability sanitize", description=__doc__)
-    parser.add_argument("--examples", type=int, default=300, help="of each property (default: %(default)s)")
+    parser.add_argument("--examples", type=int, default=50, help="of each property (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "sanitize")
     parser.add_argument("--output", default="reliability-sanitizers.json")
