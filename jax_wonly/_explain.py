@@ -17,7 +17,7 @@ from jax_wonly._matmul import matmul
 from jax_wonly._model import bytes_text, scheme
 from jax_wonly._quantize import shift_mode_of
 from jax_wonly._tensor import QuantizedTensor
-from jax_wonly._validate import broadcast_leads, check_array, check_choice, check_weights
+from jax_wonly._validate import broadcast_leads, check_array, check_choice
 from jax_wonly._wrapped import WrappedTensor
 from jax_wonly.primitives import experts as experts_primitive
 from jax_wonly.primitives import matmul as matmul_primitive
@@ -179,11 +179,12 @@ def explain(
       >>> jw.explain(x, qt, platform="tpu").path
       'xla'
     """
-    check_array("x", x)
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        check_array("x", x)
     weight = qt.weight if isinstance(qt, WrappedTensor) else qt
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"jax_wonly: qt is a {type(qt).__name__}; accepted: a QuantizedTensor.")
-    bits, k, n = check_weights(weight.qvalue, weight.scales, weight.zeros, weight.offsets, bits=weight.bits, k=weight.k)
+    bits, k, n = weight.bits, weight.k, weight.n
     inputs = n if transpose else k
     if len(x.shape) == 0 or x.shape[-1] != inputs:
         raise ValueError(f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., {inputs}].")
@@ -192,6 +193,7 @@ def explain(
     platform = _platform_of(x) if platform is None else platform
     check_choice("platform", platform, PLATFORMS)
     implementation = _ffi.resolve_implementation(implementation)
+    bound = _bound(x, weight, transpose=transpose, experts=experts, implementation=implementation)
 
     lead = weight.shape[:-2]
     rows = math.prod(x.shape[:-1])
@@ -204,7 +206,8 @@ def explain(
         raise ValueError(f"jax_wonly: qt has shape {weight.shape}; accepted: no axis of size 0.")
     outputs = k if transpose else n
 
-    targets, why = _trace(x, weight, platform, implementation, transpose=transpose, experts=experts)
+    why = _no_kernels(platform, implementation)
+    targets = () if why else _calls(bound, platform)
     shift = weight.zeros if weight.offsets is None else weight.offsets
     mode = shift_mode_of(weight.zeros, weight.offsets)
     kernel = kernel_us = dequantize_us = None
@@ -266,23 +269,31 @@ def _device(platform: str) -> str:
         return "an H100, for there is no GPU here" if platform == "cuda" else "which is not here"
 
 
-def _trace(x, weight, platform, implementation, *, transpose, experts) -> tuple[tuple[str, ...], str]:
-    """The custom calls of the product, and why there are none where that is not a matter of its shape."""
+def _no_kernels(platform: str, implementation: str | None) -> str:
+    """Why there are no kernels, where that is not a matter of the product; empty where there are."""
     if implementation == "xla":
-        return (), "implementation='xla' was asked for"
+        return "implementation='xla' was asked for"
     if platform not in _ffi.PLATFORMS:
-        return (), f"there are no kernels for {platform}"
-    reason = _ffi.ensure_registered()[platform]
-    here = platform == "cpu" or _ffi.gpu_here()
-    if reason is not None and here:
-        if implementation == platform:
-            raise ValueError(f"jax_wonly: implementation={implementation!r} is not available: {reason}.")
-        return (), reason
+        return f"there are no kernels for {platform}"
     if implementation in _ffi.PLATFORMS and implementation != platform:
         raise ValueError(f"jax_wonly: implementation={implementation!r} does not run on {platform!r}.")
+    reason = _ffi.ensure_registered()[platform]
+    if reason is None or (platform == "cuda" and not _ffi.gpu_here()):
+        return ""
+    if implementation == platform:
+        raise ValueError(f"jax_wonly: implementation={implementation!r} is not available: {reason}.")
+    return reason
 
-    struct = jax.ShapeDtypeStruct
-    primal = struct((*x.shape[:-1], weight.k), x.dtype)
+
+_NATIVE = {
+    matmul_primitive.matmul_p: matmul_primitive._native,
+    experts_primitive.ragged_matmul_p: experts_primitive._native,
+}
+
+
+def _bound(x, weight: QuantizedTensor, *, transpose: bool, experts: bool, implementation: str | None):
+    """The equation of the primitive that the public product is traced to, which checks the operands."""
+    primal = jax.ShapeDtypeStruct((*x.shape[:-1], weight.k), x.dtype)
 
     def product(x, qt):
         if experts:
@@ -292,19 +303,18 @@ def _trace(x, weight, platform, implementation, *, transpose, experts) -> tuple[
     def gradient(dy, qt):
         return jax.linear_transpose(lambda x: product(x, qt), primal)(dy)[0]
 
-    operands = jax.tree.map(lambda a: struct(a.shape, a.dtype), (x, weight))
+    operands = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (x, weight))
     traced = jax.make_jaxpr(gradient if transpose else product)(*operands)
-    primitive, native = (
-        (experts_primitive.ragged_matmul_p, experts_primitive._native)
-        if experts
-        else (matmul_primitive.matmul_p, matmul_primitive._native)
-    )
-    bound = next(e for e in _equations(traced.jaxpr) if e.primitive is primitive)
-    lowered = jax.make_jaxpr(partial(native, platform=platform, **bound.params))(
-        *(struct(v.aval.shape, v.aval.dtype) for v in bound.invars)
+    return next(e for e in _equations(traced.jaxpr) if e.primitive in _NATIVE)
+
+
+def _calls(bound, platform: str) -> tuple[str, ...]:
+    """The custom calls that a primitive is lowered to."""
+    lowered = jax.make_jaxpr(partial(_NATIVE[bound.primitive], platform=platform, **bound.params))(
+        *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in bound.invars)
     )
     calls = (e.params["target_name"] for e in _equations(lowered.jaxpr) if e.primitive.name == "ffi_call")
-    return tuple(dict.fromkeys(calls)), ""
+    return tuple(dict.fromkeys(calls))
 
 
 def _equations(jaxpr) -> Iterator[Any]:

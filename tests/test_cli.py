@@ -37,6 +37,7 @@ def dense(rng, tmp_path):
         tensors[f"model.layers.{i}.norm.weight"] = np.ones(128, np.float16)
     tensors["head.kernel"] = rng.normal(0.1, 1, (128, 64)).astype(np.float32)
     tensors["model.embed_tokens.weight"] = rng.normal(size=(40, 128)).astype(np.float16)
+    tensors["model.position_ids"] = np.arange(64)[None]
     safetensors.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (folder / "tokenizer.json").write_text("{}")
@@ -53,7 +54,7 @@ def test_quantize_inspect_convert_compare(dense, tmp_path, capsys):
     out, report = tmp_path / "out", tmp_path / "report.json"
     assert run("quantize", folder, out, "--group-size", "64", "--algorithm", "absmax", "--report", report) == 0
     text = capsys.readouterr().out
-    assert "3 of 6 layers quantized" in text and "groups of 64 do not divide its inputs" in text
+    assert "3 of 7 layers quantized" in text and "groups of 64 do not divide its inputs" in text
     assert {p.name for p in out.iterdir()} == {"model.safetensors", "config.json", "tokenizer.json"}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dense", "out", "report.json"]
     ck = jw.checkpoint.load(out)
@@ -91,7 +92,7 @@ def test_quantize_inspect_convert_compare(dense, tmp_path, capsys):
     plot = tmp_path / "plot.svg"
     assert run("compare", folder, tmp_path / "gptq", "--plot", plot, "--quiet") == 0
     text = capsys.readouterr().out
-    assert "8 tensors in both, 5 of them equal" in text and f"{max(errors.values()):.3%}" in text
+    assert "9 tensors in both, 6 of them equal" in text and f"{max(errors.values()):.3%}" in text
     assert "<svg" in plot.read_text() and "model.layers.1.up.weight" in plot.read_text()
     assert run("compare", folder, out, "--quiet", "--fail-above", min(errors.values()) / 2) == 1
     assert run("compare", folder, out, "--quiet", "--fail-above", 1.0) == 0
@@ -176,7 +177,7 @@ def test_bad_input_gives_one_sentence(dense, tmp_path, capsys):
         (("inspect", tmp_path / "empty"), "safetensors"),
         (("quantize", tmp_path / "absent", out), "absent does not exist"),
         (("quantize", tmp_path / "cut.safetensors", out), "not a sound safetensors file"),
-        (("quantize", folder, out, "--include", "nothing_like_it"), "matches none of the 8 tensors"),
+        (("quantize", folder, out, "--include", "nothing_like_it"), "matches none of the 9 tensors"),
         (("quantize", folder, out, "--exclude", "(", "--quiet"), "is not a regular expression"),
         (("quantize", folder, out, "--exclude", "."), "nothing in"),
         (("quantize", folder, out, "--group-size", 48), "group_size=48"),

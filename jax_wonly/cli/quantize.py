@@ -7,6 +7,7 @@ out. A matrix is taken for [outputs, inputs], as PyTorch stores it, unless its n
 
 import argparse
 import json
+import math
 import re
 import shutil
 import sys
@@ -160,6 +161,8 @@ def _refusal(name: str, info, args: argparse.Namespace) -> str | None:
     """Why a tensor stays dense whatever the patterns say."""
     if len(info.shape) != 2:
         return f"it has {len(info.shape)} dimensions"
+    if info.nbytes not in (2 * math.prod(info.shape), 4 * math.prod(info.shape)):
+        return "its elements are not of 16 or 32 bits"
     inputs = info.shape[0 if _inputs_first(name, args.layout) else 1]
     if args.group_size is not None and inputs % args.group_size:
         return f"groups of {args.group_size} do not divide its inputs"
