@@ -112,6 +112,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _colour(row: dict[str, Any]) -> str:
+    if not row.get("conclusive", True):
+        return "yellow"
+    return "green" if row["ratio"] >= 1 else "red"
+
+
 def _copies_cold(nbytes: int) -> int:
     return -(-CPU_COLD_BYTES // nbytes)
 
@@ -141,10 +147,10 @@ def _print(rows: list[dict[str, Any]], report: dict[str, Any]) -> None:
         columns["kernel"] = lambda row: row["kernel"]
     if not all(row.get("conclusive", True) for row in rows):
         columns["note"] = lambda row: "" if row["conclusive"] else "machine not quiet"
-    most = max(row["ratio"] for row in rows)
-    columns[""] = lambda row: bar(row["ratio"] / most)
+    sound = [row["ratio"] for row in rows if row.get("conclusive", True)]
+    columns[""] = lambda row: bar(row["ratio"] / max(sound)) if row.get("conclusive", True) else ""
     lines = [[text(row) for text in columns.values()] for row in rows]
-    print_table(list(columns), lines, ["green" if row["ratio"] >= 1 else "red" for row in rows])
+    print_table(list(columns), lines, [_colour(row) for row in rows])
     print(f"{report['device']}, jax {report['jax']}, jax_wonly {report['jax_wonly']}; timed: {report['timed']}")
 
 
