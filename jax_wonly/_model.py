@@ -168,6 +168,10 @@ def choose(
     """
     if str(dtype) not in FLOATS:
         return f"its kernel is {dtype}, not {', '.join(FLOATS[:-1])} or {FLOATS[-1]}"
+    if predicate is not None and not callable(predicate):
+        raise TypeError(
+            f"jax_wonly: predicate is a {type(predicate).__name__}; accepted: a function of path and layer."
+        )
     choice = True if predicate is None else predicate(path, layer)
     if choice is False:
         return "the predicate says no"

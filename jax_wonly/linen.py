@@ -187,6 +187,10 @@ def quantize(
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"jax_wonly: params is a {type(params).__name__}; accepted: a mapping, variables['params'].")
+    if not isinstance(layers, Mapping | None):
+        raise TypeError(
+            f"jax_wonly: layers is a {type(layers).__name__}; accepted: what jax_wonly.linen.layers returned."
+        )
     if "params" in params:
         raise ValueError("jax_wonly: params has the entry 'params'; accepted: the parameters, variables['params'].")
     arguments = {"bits": bits, "group_size": group_size, **options}

@@ -18,6 +18,7 @@ from jax_wonly.checkpoint._files import (
     FormatError,
     GgufFile,
     SafetensorsFiles,
+    as_path,
     is_gguf,
     read_json,
     refuse_pickle,
@@ -159,7 +160,9 @@ def load(
     """
     for name, value, accepted in (("format", format, FORMATS), ("inexact", inexact, INEXACT)):
         check_choice(name, value, accepted)
-    path = Path(path)
+    if not isinstance(config, Mapping | None):
+        raise TypeError(f"jax_wonly: config is a {type(config).__name__}; accepted: a mapping, or None.")
+    path = as_path(path)
     if not path.exists():
         raise FileNotFoundError(f"jax_wonly: {path} does not exist.")
     if path.is_file():

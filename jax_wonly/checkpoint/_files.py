@@ -30,6 +30,17 @@ class FormatError(ValueError):
     """
 
 
+def as_path(path: Any) -> Path:
+    """The argument ``path`` of a function.
+
+    Raises:
+      TypeError: it is none.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"jax_wonly: path is a {type(path).__name__}; accepted: a str or a path.")
+    return Path(path)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object.
 

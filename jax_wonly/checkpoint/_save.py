@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import check_choice
-from jax_wonly.checkpoint._files import replace_atomically
+from jax_wonly.checkpoint._files import as_path, replace_atomically
 from jax_wonly.checkpoint._formats import OWN_KEY, OWN_VERSION
 from jax_wonly.compat import PermutedTensor, compressed_tensors, gptq
 from jax_wonly.compat._codes import pack, unpack
@@ -59,7 +58,7 @@ def save(
         raise ImportError("jax_wonly.checkpoint needs safetensors: pip install 'jax-wonly[checkpoint]'") from error
 
     check_choice("format", format, FORMATS)
-    path = Path(path)
+    path = as_path(path)
     if path.suffix == ".safetensors" and format != "jax_wonly":
         raise ValueError(f"jax_wonly: path={str(path)!r} is a file; accepted for {format!r}: a folder.")
     if not isinstance(tensors, Mapping):

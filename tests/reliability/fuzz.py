@@ -185,6 +185,7 @@ def good_calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
     epilogue = {"bias": np.ones(70, np.float32), "activation": None}
     equation = {"equation": "mk,kn->mn", "x": X, "qt": qt, "axis_sizes": None}
     numbers = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+    good_files()  # writes one of them
     return {
         "matmul": (
             jw.matmul,
@@ -208,9 +209,17 @@ def good_calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
         ),
         "einsum": (jw.einsum, {**equation, **product}),
         "dot_general": (jw.dot_general, {"lhs": X, "rhs": qt, **numbers, **product}),
+        "load": (
+            _load_all,
+            {"path": _folder() / "good.safetensors", "format": "auto", "inexact": "error", "config": None},
+        ),
         "pack": (jw.pack, {"codes": np.ones((128, 70), np.uint8), "bits": 4}),
         "unpack": (jw.unpack, {"qw": np.asarray(qt.qvalue), "bits": 4, "k": 128, "n": 70}),
     }
+
+
+def _load_all(path, **options: Any) -> list[Any]:
+    return [value for _, value in checkpoint.load(path, **options).items()]
 
 
 @functools.cache
@@ -264,11 +273,28 @@ def check_bad_arguments(function: str, picks: list[tuple[int, int]]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             jax.block_until_ready(call(**changed))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, FileNotFoundError) as error:
         text = str(error)
         assert "jax_wonly" in text, f"{type(error).__name__} of another library: {text[:300]}"
-        # Where two do not fit each other, either may be named.
-        assert any(re.search(rf"\b{name}\b", text) for name in names), f"no argument is named: {text[:300]}"
+        # Where two do not fit each other, either may be named; a path is named by itself.
+        said = any(re.search(rf"\b{name}\b", text) for name in names) or str(changed.get("path", "?")) in text
+        assert said, f"no argument is named: {text[:300]}"
+
+
+def check_each_bad_argument() -> dict[str, Any]:
+    """Every one of those values in the place of every argument."""
+    cases, failures = 0, 0
+    for function, (_, arguments) in good_calls().items():
+        for where, value in enumerate(arguments.values()):
+            changes = len(CHANGES) if isinstance(value, np.ndarray) and value.ndim else 0
+            for what in range(len(hostile_values()) + changes):
+                cases += 1
+                try:
+                    check_bad_arguments(function, [(where, what)])
+                except Exception:
+                    traceback.print_exc()
+                    failures += 1
+    return {"what": "each bad value in the place of each argument", "cases": cases, "failures": failures}
 
 
 def _call_of(rng, target: str) -> tuple[list, list, dict[str, int]]:
@@ -628,4 +654,6 @@ def main(words: list[str]) -> int:
     rows = [measured(name, run, name, count[name], options.seed) for name in options.only]
     backend = jax.default_backend()
     default = "reliability-fuzz.json" if backend == "cpu" else f"reliability-fuzz-{backend}.json"
+    if options.only == list(PROPERTIES):
+        rows.append(measured("each bad argument", check_each_bad_argument))
     return save(options.output or default, rows, seed=options.seed)
