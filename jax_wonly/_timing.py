@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,19 @@ def xla_product(x, codes, scales):
     return x @ (codes.astype(x.dtype) * scales).reshape(x.shape[1], -1)
 
 
+# Compiled, for there may be thousands of small ones.
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key, count, scale, *, shape, dtype):
+    return (jax.random.normal(jax.random.fold_in(key, count), shape, jnp.float32) * scale).astype(dtype)
+
+
+@partial(jax.jit, static_argnames=("shape", "top", "dtype"))
+def _integers(key, count, *, shape, top, dtype):
+    return jax.random.randint(jax.random.fold_in(key, count), shape, -top, top, dtype)
+
+
 class Product:
     """Our product, the dense one and XLA's of integer codes, of random operands of one shape and scheme."""
 
@@ -187,8 +201,7 @@ class Product:
         key, counter = jax.random.key(m), itertools.count()
 
         def random(shape, scale=1.0):
-            drawn = jax.random.normal(jax.random.fold_in(key, next(counter)), shape, jnp.float32)
-            return (drawn * scale).astype(dtype)
+            return _normal(key, next(counter), scale, shape=shape, dtype=dtype)
 
         dense_key = (k, n, dtype)
         if dense_key not in dense_cache:
@@ -209,8 +222,9 @@ class Product:
         if xla:
             size = group_size or k
             kind, top = (jnp.int4, 8) if bits == 4 else (jnp.int8, 128)
+            shape = (k // size, size, n)
             codes = [
-                jax.random.randint(jax.random.fold_in(key, next(counter)), (k // size, size, n), -top, top, kind)
+                _integers(key, next(counter), shape=shape, top=top, dtype=kind)
                 for _ in range(copies(k * n * bits // 8))
             ]
             self.xla = Calls(xla_product, [(xs[i % 2], c, random((k // size, 1, n))) for i, c in enumerate(codes)])

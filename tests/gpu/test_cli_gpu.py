@@ -41,7 +41,7 @@ def test_explain_names_the_kernel_that_runs(shape, options):
 
 
 def test_bench(tmp_path):
-    words = ["--shapes", "512x256", "--rows", "1", "40", "--json", str(tmp_path / "b.json")]
+    words = ["--shapes", "2048x1024", "--rows", "1", "40", "--json", str(tmp_path / "b.json")]
     assert main(["bench", *words]) == 0
     for row in json.loads((tmp_path / "b.json").read_text())["rows"]:
         assert min(row["us"], row["dense_us"], row["xla_us"]) > 0 and row["kernel"]
