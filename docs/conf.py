@@ -1,5 +1,6 @@
 """The site of docs/: `sphinx-build -W docs build/docs`."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -27,3 +28,18 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!jax_wonly\.).*"), (r"py:class", r"jax_wo
 html_theme = "furo"
 html_title = f"jax_wonly {release}"
 html_copy_source = False
+
+
+def setup(app):
+    def signature(app, what, name, value, options, arguments, returns):
+        if what != "class" or not arguments:
+            return None
+        if "__init__" in vars(value) and arguments == "(*args, **kwargs)":  # the metaclass of Flax nnx hides it
+            own = inspect.signature(value.__init__)
+            shown = [p.replace(annotation=p.empty) for p in list(own.parameters.values())[1:]]
+            arguments = str(own.replace(parameters=shown, return_annotation=own.empty))
+        # Defaults that are functions and types: their names alone.
+        arguments = re.sub(r"\.<locals>\.\w+", "", arguments)
+        return re.sub(r"<(?:class '[\w.]*?(\w+)'|function (\w+)[^>]*|[^>]*)>", r"\1\2", arguments), returns
+
+    app.connect("autodoc-process-signature", signature)

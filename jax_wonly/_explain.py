@@ -83,7 +83,7 @@ class Explanation:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the path moves at least: without the kernel, the dense weights are also written and read again."""
+        """Bytes that the path moves at least; without the kernel, the dense weights are also written and read again."""
         once = self.weight_bytes + self.scale_bytes + self.x_bytes + self.result_bytes
         return once if self.path == "kernel" else once + 2 * self.dense_weight_bytes
 

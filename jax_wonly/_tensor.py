@@ -71,7 +71,7 @@ class QuantizedTensor:
 
     @property
     def dtype(self):
-        """The type that :meth:`dequantize` gives by default: that of the scales."""
+        """The type that :meth:`dequantize` gives by default, that of the scales."""
         return self.scales.dtype
 
     @property
