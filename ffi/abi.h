@@ -40,9 +40,9 @@ enum class QuantizeMode : int64_t { kSymmetric = 0, kIntegerZeros = 1, kFloatZer
 
 // How the rows of a ragged product say which expert they belong to.
 enum class RowMode : int64_t { kSizes = 0, kIds = 1 };
-// Words of scratch of a ragged product on CUDA, for each row, for each expert, and besides: room for the list of rows
-// by expert, the experts' first rows and a list of tiles of work.
-constexpr int64_t kRaggedScratchPerRow = 2, kRaggedScratchPerExpert = 4, kRaggedScratchFixed = 1024;
+// Words of scratch of a ragged product on CUDA, for each row, for each expert, and besides: room for the plan of
+// cuda/ragged_plan.h, and for counting where shared memory is too small.
+constexpr int64_t kRaggedScratchPerRow = 1, kRaggedScratchPerExpert = 8, kRaggedScratchFixed = 64;
 
 // Element types the kernels know, apart from any framework's numbering.
 enum class DType : int32_t { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3 };

@@ -15,6 +15,7 @@
 #include "calls.h"
 #include "cuda/matmul.h"
 #include "cuda/quantize.h"
+#include "cuda/ragged.h"
 #include "dequant/selftest.h"
 
 namespace nb = nanobind;
@@ -87,6 +88,38 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   return launched("the product", launch_matmul(args, stream));
 }
 
+ffi::Error ragged_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                         ffi::AnyBuffer rows, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                         ffi::Result<ffi::AnyBuffer> scratch, int64_t bits, int64_t shift_mode, int64_t has_bias,
+                         int64_t activation, int64_t row_mode) {
+  RaggedOperands operands;
+  WONLY_RETURN_IF_ERROR(check_ragged(x, qw, scales, rows, rest, *y, *scratch, bits, shift_mode, has_bias, activation,
+                                     row_mode, false, operands));
+  WONLY_RETURN_IF_ERROR(check_ragged_scratch(operands));
+  const WeightOperands& weights = operands.weights;
+  WONLY_RETURN_IF_ERROR(check_sizes(operands.experts, operands.m, weights.k, weights.n, weights.groups));
+  if (y->element_count() == 0) return ffi::Error::Success();
+  RaggedArgs args{};
+  MatmulArgs& product = args.product;
+  set_weights(product, weights);
+  product.x = operands.x.data;
+  product.bias = operands.bias.data;
+  product.y = operands.y.data;
+  product.bias_batch_stride = operands.bias.stride;
+  product.x_dtype = operands.x.type;
+  product.bias_dtype = operands.bias.type;
+  product.y_dtype = operands.y.type;
+  product.has_bias = has_bias == 1;
+  product.activation = operands.activation;
+  args.rows = operands.rows;
+  args.row_mode = operands.row_mode;
+  args.experts = operands.experts;
+  args.m = operands.m;
+  args.repeat = operands.repeat;
+  args.scratch = operands.scratch;
+  return launched("the ragged product", launch_ragged_matmul(args, stream));
+}
+
 ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> qw,
                     ffi::Result<ffi::AnyBuffer> scales, ffi::RemainingRets rest, int64_t bits, int64_t group_size,
                     int64_t quantize_mode) {
@@ -144,6 +177,7 @@ ffi::Error selftest_conversions(cudaStream_t stream, ffi::AnyBuffer in, ffi::Res
 using Stream = ffi::PlatformStream<cudaStream_t>;
 
 XLA_FFI_DEFINE_HANDLER(kMatmul, matmul, bind_matmul<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kRaggedMatmul, ragged_matmul, bind_ragged_matmul<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kQuantize, quantize, bind_quantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kDequantize, dequantize, bind_dequantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kSelftestConversions_, selftest_conversions,
@@ -159,6 +193,7 @@ nb::capsule capsule(XLA_FFI_Handler* handler) { return nb::capsule(reinterpret_c
 nb::dict registrations() {
   nb::dict targets;
   targets["wonly_matmul_v1"] = capsule(kMatmul);
+  targets["wonly_ragged_matmul_v1"] = capsule(kRaggedMatmul);
   targets["wonly_quantize_v1"] = capsule(kQuantize);
   targets["wonly_dequantize_v1"] = capsule(kDequantize);
   targets["wonly_selftest_conversions_v1"] = capsule(kSelftestConversions_);

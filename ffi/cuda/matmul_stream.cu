@@ -15,4 +15,17 @@ cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t st
   }
 }
 
+cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, const Config& config, cudaStream_t stream) {
+  switch (args.x_dtype) {
+    case DType::kF16:
+      return launch_ragged_f16(args, work, config, stream);
+    case DType::kBF16:
+      return launch_ragged_bf16(args, work, config, stream);
+    case DType::kF32:
+      return launch_ragged_f32(args, work, config, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
 }  // namespace wonly::stream

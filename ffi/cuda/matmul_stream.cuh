@@ -27,6 +27,7 @@
 #include "cuda/launch.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/ptx.cuh"
+#include "cuda/ragged_plan.cuh"
 #include "layout.h"
 
 namespace wonly::stream {
@@ -36,6 +37,9 @@ constexpr int kBlockK = 32;            // inputs of the smallest group
 constexpr int kStageBlocks = kStageK / kBlockK;
 constexpr int kMaxDepth = 8;
 constexpr int kRotation = 3;
+constexpr int kTileRowBytes = 16 * 4;  // of a ragged product
+constexpr int64_t kMostTiles = 65535;  // and of one launch of it
+
 struct Params {
   MatmulArgs args;
   int cluster;
@@ -45,6 +49,18 @@ struct Params {
   bool x_in_pieces_of_16;      // rows of x are
   int slot_bytes;              // weights, kFlushes rows of scales and of shift, x
   int warp_bytes;              // a warp's ring, and later its partial sums
+};
+
+// Which tokens a CTA has: consecutive ones of an entry of the batch, or a tile of a ragged product's plan, in the same
+// shared memory as long as the kernel runs.
+struct Consecutive {
+  static constexpr bool kRagged = false;
+};
+struct Ragged {
+  static constexpr bool kRagged = true;
+  ragged::Work work;
+  int first_tile;  // of this launch
+  int plan_at;     // in shared memory: the rows of the tile, then the plan
 };
 
 __host__ __device__ constexpr int weight_bytes(int atoms, int bits) {
@@ -169,8 +185,9 @@ __device__ __forceinline__ void read_rows(float (&to)[kAtoms][2], const uint8_t*
 }
 
 // A stage's sums join the accumulator kFlushes times: 4 for groups of 32 and 64 inputs, else once.
-template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes>
-__global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(const __grid_constant__ Params params) {
+template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes, typename Tokens>
+__global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
+    stream_matmul(const __grid_constant__ Params params, const __grid_constant__ Tokens source) {
   constexpr int kRows = kAtoms * kAtomN;
   constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage
   constexpr int kWeightBytes = weight_bytes(kAtoms, kBits);
@@ -195,8 +212,40 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
   const int rank = blockIdx.x % params.cluster;
   const int64_t n0 = static_cast<int64_t>(blockIdx.x / params.cluster) * kRows;
   const int64_t m0 = static_cast<int64_t>(blockIdx.y) * (8 * kTokenTiles);
-  const int64_t batch = blockIdx.z;
-  const int tokens = static_cast<int>(min(static_cast<int64_t>(8 * kTokenTiles), args.m - m0));
+  int64_t batch = blockIdx.z;
+  int tokens = static_cast<int>(min(static_cast<int64_t>(8 * kTokenTiles), args.m - m0));
+  const int* rows = nullptr;  // of the result
+  int repeat = 1;
+  if constexpr (Tokens::kRagged) {
+    int* const of_tile = reinterpret_cast<int*>(shared + source.plan_at);
+    const ragged::Plan plan = ragged::get_plan(source.work, shared + source.plan_at + kTileRowBytes);
+    const int tile = source.first_tile + static_cast<int>(blockIdx.y);
+    if (tile >= plan.tile_count) return;  // all CTAs of a cluster
+    const ragged::Span span = ragged::find_span(plan, tile);
+    const int first = (tile - span.first_tile) * (8 * kTokenTiles);
+    batch = span.expert;
+    tokens = min(8 * kTokenTiles, span.rows - first);
+    rows = of_tile;
+    repeat = source.work.repeat;
+    if (threadIdx.x < tokens) of_tile[threadIdx.x] = plan.row(span.first + first + threadIdx.x);
+    __syncthreads();
+    if (span.expert < 0) {
+      if (rank != 0) return;
+      for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
+        const int64_t n = n0 + i % kRows;
+        if (n < args.n) store_element(args.y, rows[i / kRows] * args.n + n, 0.f, args.y_dtype);
+      }
+      return;
+    }
+  }
+  const auto row_of = [&](int token) {
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows[token]);
+    return m0 + token;
+  };
+  const auto x_row_of = [&](int token) {
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows[token] / repeat);
+    return m0 + token;
+  };
 
   const X* x = static_cast<const X*>(args.x) + batch * args.x_batch_stride;
   const uint32_t* qw = args.qw + batch * args.qw_batch_stride;
@@ -237,7 +286,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
 #pragma unroll
   for (int copy = 0; copy < kCopies; ++copy) {
     const int token = min(copy * kCopyTokens + copy_token, tokens - 1);
-    next_x[copy] = x + (m0 + token) * args.k + static_cast<int64_t>(start) * kStageK + copy_k;
+    next_x[copy] = x + x_row_of(token) * args.k + static_cast<int64_t>(start) * kStageK + copy_k;
   }
   const int copy_to_x = x_at + copy_token * kTokenBytes + copy_k * static_cast<int>(sizeof(X));
   const int outputs = static_cast<int>(min(static_cast<int64_t>(kRows), args.n - n0));
@@ -433,10 +482,10 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
       for (int atom = 0; atom < kAtoms; ++atom) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int64_t m = m0 + tile * 8 + 2 * t + i % 2;
+          const int token = tile * 8 + 2 * t + i % 2;
           const int64_t n = n0 + atom * kAtomN + i / 2 * 8 + g;
-          if (exceptional[tile][i % 2] && m < args.m && n < args.n) {
-            acc[atom][tile][i] = exact_sum(args, batch, m, n, k_begin, k_end);
+          if (exceptional[tile][i % 2] && token < tokens && n < args.n) {
+            acc[atom][tile][i] = exact_sum(args, batch, x_row_of(token), n, k_begin, k_end);
           }
         }
       }
@@ -467,7 +516,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
       value += reinterpret_cast<const float*>(shared + w * params.warp_bytes)[token * kStride + row];
     }
     if (params.cluster == 1) {
-      finish(args, batch, m0 + token, n0 + row, value);
+      finish(args, batch, row_of(token), n0 + row, value);
     } else {
       total[i] = value;
     }
@@ -479,24 +528,30 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1) stream_matmul(
     for (int i = rank * blockDim.x + threadIdx.x; i < tokens * kRows; i += params.cluster * blockDim.x) {
       float value = 0.f;
       for (int other = 0; other < params.cluster; ++other) value += ptx::load_shared_of_rank(total + i, other);
-      finish(args, batch, m0 + i / kRows, n0 + i % kRows, value);
+      finish(args, batch, row_of(i / kRows), n0 + i % kRows, value);
     }
     ptx::cluster_leave();
   }
 #endif
 }
 
-template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes>
-cudaError_t launch_instance(Params params, const Config& config, cudaStream_t stream) {
+template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes, typename Tokens>
+cudaError_t launch_instance(Params params, Tokens source, const Config& config, cudaStream_t stream) {
   constexpr int kRows = kAtoms * kAtomN;
   const MatmulArgs& args = params.args;
-  const int tokens = static_cast<int>(std::min<int64_t>(args.m, 8 * kTokenTiles));
+  int tokens = 8 * kTokenTiles, plan_bytes = 0;
+  if constexpr (Tokens::kRagged) {
+    tokens = std::min(tokens, source.work.m);
+    plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
+  } else {
+    tokens = static_cast<int>(std::min<int64_t>(args.m, tokens));
+  }
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   const int slot = weight_bytes(kAtoms, kBits) + kFlushes * kRows * (element_size(args.scale_dtype) + shift_size) +
                    (tokens + 1) / 2 * 2 * token_bytes(sizeof(X));  // 32 lanes copy two tokens of 16-bit numbers at once
   const int partial = tokens * partial_stride(kAtoms) * 4;
   const int total = config.cluster > 1 ? tokens * kRows * 4 : 0;
-  const int budget = config.shared_bytes - total;
+  const int budget = config.shared_bytes - total - plan_bytes;
   params.slot_bytes = slot;
   params.depth = std::min(budget / config.warps / slot, kMaxDepth);
   if (params.depth < 2) return cudaErrorInvalidConfiguration;
@@ -506,30 +561,39 @@ cudaError_t launch_instance(Params params, const Config& config, cudaStream_t st
                     static_cast<unsigned>(ceil_div(args.m, 8 * kTokenTiles)), static_cast<unsigned>(args.batch));
   shape.threads = config.warps * 32;
   shape.cluster = config.cluster;
-  shape.shared_bytes = config.warps * params.warp_bytes + total;
-  return launch_kernel(stream_matmul<X, kBits, kAtoms, kTokenTiles, kFlushes>, shape, stream, params);
-}
-
-template <typename X, int kBits, int kTokenTiles>
-cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
-  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
-  switch (config.atoms) {
-    case 1:
-      return small_groups ? launch_instance<X, kBits, 1, kTokenTiles, 4>(params, config, stream)
-                          : launch_instance<X, kBits, 1, kTokenTiles, 1>(params, config, stream);
-    case 2:
-      return small_groups ? launch_instance<X, kBits, 2, kTokenTiles, 4>(params, config, stream)
-                          : launch_instance<X, kBits, 2, kTokenTiles, 1>(params, config, stream);
-    case 4:
-      return small_groups ? launch_instance<X, kBits, 4, kTokenTiles, 4>(params, config, stream)
-                          : launch_instance<X, kBits, 4, kTokenTiles, 1>(params, config, stream);
-    default:
-      return cudaErrorInvalidValue;
+  shape.shared_bytes = config.warps * params.warp_bytes + total + plan_bytes;
+  const auto kernel = stream_matmul<X, kBits, kAtoms, kTokenTiles, kFlushes, Tokens>;
+  if constexpr (Tokens::kRagged) {
+    source.plan_at = config.warps * params.warp_bytes + total;
+    const int64_t tiles = ragged::most_tiles(source.work);
+    for (int64_t first = 0; first < tiles; first += kMostTiles) {
+      source.first_tile = static_cast<int>(first);
+      shape.grid.y = static_cast<unsigned>(std::min(tiles - first, kMostTiles));
+      shape.grid.z = 1;
+      if (cudaError_t error = launch_kernel(kernel, shape, stream, params, source); error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  } else {
+    return launch_kernel(kernel, shape, stream, params, source);
   }
 }
 
-template <typename X>
-cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+template <typename X, int kBits, int kTokenTiles, typename Tokens>
+cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
+  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
+  const auto launch = [&](auto atoms) {
+    return small_groups ? launch_instance<X, kBits, atoms.value, kTokenTiles, 4>(params, source, config, stream)
+                        : launch_instance<X, kBits, atoms.value, kTokenTiles, 1>(params, source, config, stream);
+  };
+  if constexpr (!Tokens::kRagged) {  // whose experts make enough CTAs of the widest strips
+    if (config.atoms == 1) return launch(std::integral_constant<int, 1>{});
+    if (config.atoms == 2) return launch(std::integral_constant<int, 2>{});
+  }
+  return config.atoms == 4 ? launch(std::integral_constant<int, 4>{}) : cudaErrorInvalidValue;
+}
+
+template <typename X, typename Tokens>
+cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Config& config, cudaStream_t stream) {
   Params params{};
   params.args = args;
   params.cluster = config.cluster;
@@ -541,11 +605,11 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.x_in_pieces_of_16 = args.k * sizeof(X) % 16 == 0;
   if (config.warps < 1 || config.warps > max_warps(config.token_tiles)) return cudaErrorInvalidValue;
   if (config.token_tiles == 1) {
-    return args.bits == 4 ? launch_tokens<X, 4, 1>(params, config, stream)
-                          : launch_tokens<X, 8, 1>(params, config, stream);
+    return args.bits == 4 ? launch_tokens<X, 4, 1>(params, source, config, stream)
+                          : launch_tokens<X, 8, 1>(params, source, config, stream);
   }
-  return args.bits == 4 ? launch_tokens<X, 4, 2>(params, config, stream)
-                        : launch_tokens<X, 8, 2>(params, config, stream);
+  return args.bits == 4 ? launch_tokens<X, 4, 2>(params, source, config, stream)
+                        : launch_tokens<X, 8, 2>(params, source, config, stream);
 }
 
 }  // namespace wonly::stream

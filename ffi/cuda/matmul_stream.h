@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/matmul.h"
+#include "cuda/ragged_plan.h"
 
 namespace wonly::stream {
 
@@ -23,5 +24,15 @@ cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t st
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+
+// Of a ragged product: four atoms, and tiles of 8 * token_tiles rows in its plan.
+cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, const Config& config, cudaStream_t stream);
+
+cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                              cudaStream_t stream);
+cudaError_t launch_ragged_bf16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                               cudaStream_t stream);
+cudaError_t launch_ragged_f32(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                              cudaStream_t stream);
 
 }  // namespace wonly::stream

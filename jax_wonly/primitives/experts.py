@@ -181,7 +181,7 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
 
 def _prefers_kernel(p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
-    return p.implementation != "dequantize" and platform == "cpu"
+    return p.implementation != "dequantize" and (platform == "cpu" or not p.transpose)
 
 
 def _result_shape(x, scales, rows, p: Params):

@@ -1,0 +1,63 @@
+// Which kernel runs which ragged product. The numbers are fits to what was measured on an H100.
+#include <algorithm>
+
+#include "cuda/device.h"
+#include "cuda/matmul_stream.h"
+#include "cuda/matmul_warpgroup.h"
+#include "cuda/ragged.h"
+#include "cuda/ragged_plan.h"
+#include "cuda/ragged_warpgroup.h"
+
+namespace wonly {
+namespace {
+
+// Rows of an expert, were they spread evenly, from which on sharing the activations among 256 outputs is faster.
+constexpr int64_t kWarpgroupRows = 8;
+
+cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
+  stream::Config config{};
+  config.atoms = 4;
+  config.token_tiles = args.m <= 8 * args.experts ? 1 : 2;
+  // The tiles that there will be at least, if rows have different experts.
+  const int64_t ctas = std::min(args.m, args.experts) * ceil_div(args.product.n, kTileN);
+  config.cluster = 1;
+  if (device.architecture >= 90) {
+    while (config.cluster < 8 && ctas * config.cluster < device.multiprocessors / 2) config.cluster *= 2;
+  }
+  const int64_t stages = ceil_div(args.product.k, stream::kStageInputs * config.cluster);
+  // Several small CTAs on a multiprocessor, where there are enough, so that some read while others begin or end; three
+  // or four warps, whichever share the inputs out more evenly.
+  const int64_t each = ceil_div(ctas * config.cluster, device.multiprocessors);
+  const int few = ceil_div(stages, 3) * 3 < ceil_div(stages, 4) * 4 ? 3 : 4;
+  config.warps = each >= 3 ? few : each == 2 || config.token_tiles == 2 ? 8 : 16;
+  ragged::Work work;
+  cudaError_t error = ragged::plan(args, 8 * config.token_tiles, shared_share(device, 1), stream, &work);
+  if (error != cudaSuccess) return error;
+  error = cudaErrorInvalidConfiguration;
+  for (int share = 16 / config.warps; share >= 1 && error == cudaErrorInvalidConfiguration; --share) {
+    config.shared_bytes = shared_share(device, share);
+    error = stream::launch_ragged(args.product, work, config, stream);
+  }
+  while (error == cudaErrorInvalidConfiguration && config.warps > 1) {  // less shared memory than on the tuned devices
+    config.warps /= 2;
+    error = stream::launch_ragged(args.product, work, config, stream);
+  }
+  return error;
+}
+
+}  // namespace
+
+cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
+  if (device.architecture < 80 && args.product.x_dtype != DType::kF16) return cudaErrorNotSupported;
+  if (device.architecture == 90 && args.m >= kWarpgroupRows * args.experts && ragged_warpgroup::supports(args)) {
+    ragged::Work work;
+    const cudaError_t error = ragged::plan(args, ragged_warpgroup::kTileRows, shared_share(device, 1), stream, &work);
+    if (error != cudaSuccess) return error;
+    return ragged_warpgroup::launch(args.product, work, args.m / args.repeat, device.multiprocessors, stream);
+  }
+  return launch_stream(args, device, stream);
+}
+
+}  // namespace wonly

@@ -1,0 +1,22 @@
+// The ragged product for more than a few rows of an expert on sm_90a (ragged_warpgroup.cuh).
+#pragma once
+
+#include "cuda/matmul.h"
+#include "cuda/ragged_plan.h"
+
+namespace wonly::ragged_warpgroup {
+
+constexpr int kTileRows = 128;  // of the plan that `launch` takes
+
+bool supports(const RaggedArgs& args);
+
+// `x_rows`: of x.
+cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int64_t x_rows, int multiprocessors,
+                   cudaStream_t stream);
+
+cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int64_t x_rows, int multiprocessors,
+                       cudaStream_t stream);
+cudaError_t launch_bf16(const MatmulArgs& args, const ragged::Work& work, int64_t x_rows, int multiprocessors,
+                        cudaStream_t stream);
+
+}  // namespace wonly::ragged_warpgroup
