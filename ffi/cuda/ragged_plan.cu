@@ -47,11 +47,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       for (int i = 0; i < kAhead; ++i) {
         const int row = base + 32 * i + lane;
         const int bin = row >= end ? -1 : id[i] < 0 || id[i] >= experts ? experts : id[i];
-#if __CUDA_ARCH__ >= 700
         const unsigned same = __match_any_sync(kAllLanes, bin);
-#else
-        const unsigned same = 0;
-#endif
         take(row, bin, same);
         __syncwarp();
       }

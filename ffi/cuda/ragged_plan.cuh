@@ -91,11 +91,7 @@ __device__ inline void plan_ids(const int* ids, int experts, int m, int tile_row
     id = ids[lane];
     if (id < 0 || id >= experts) id = -1;
   }
-#if __CUDA_ARCH__ >= 700
   const unsigned mine = __match_any_sync(kAllLanes, id);
-#else
-  const unsigned mine = 0;
-#endif
   const unsigned below = (1u << lane) - 1u;
   const bool leads = (mine & below) == 0 && id >= 0;
   const unsigned leaders = __ballot_sync(kAllLanes, leads);
