@@ -117,6 +117,7 @@ ffi::Error ragged_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer q
   args.m = operands.m;
   args.repeat = operands.repeat;
   args.scratch = operands.scratch;
+  args.scratch_words = operands.scratch_words;
   return launched("the ragged product", launch_ragged_matmul(args, stream));
 }
 

@@ -46,6 +46,8 @@ class RowMode(IntEnum):
     IDS = 1
 
 
-def ragged_scratch(rows, experts: int):
-    """Words of scratch that a ragged product has on CUDA; ``rows`` may be symbolic."""
-    return rows + 8 * experts + 64
+def ragged_scratch(rows, experts: int, ordered: int = 0):
+    """Words of scratch that a ragged product has on CUDA; ``rows`` may be symbolic. Besides what its plan takes, room
+    for the rows of the activations in the order of their experts, ``ordered`` words each.
+    """
+    return rows * (1 + ordered) + 8 * experts + 128

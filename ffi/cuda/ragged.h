@@ -17,7 +17,8 @@ struct RaggedArgs {
   const int32_t* rows;  // [experts] or [m], as row_mode says; on the device
   RowMode row_mode;
   int64_t experts, m, repeat;
-  int32_t* scratch;  // as many words as abi.h says
+  int32_t* scratch;
+  int64_t scratch_words;  // at least as many as abi.h says
 };
 
 // Enqueues the product on `stream`. Neither allocates nor synchronises, so it can be captured into a CUDA graph.

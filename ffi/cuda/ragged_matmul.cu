@@ -6,13 +6,14 @@
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ragged.h"
 #include "cuda/ragged_plan.h"
+#include "cuda/ragged_tiled.h"
 #include "cuda/ragged_warpgroup.h"
 
 namespace wonly {
 namespace {
 
-// Rows of an expert, were they spread evenly, from which on sharing the activations among 256 outputs is faster.
-constexpr int64_t kWarpgroupRows = 8;
+// Rows of an expert, were they spread evenly, from which on the kernels for more of them are faster.
+constexpr int64_t kWarpgroupRows = 12, kTiledRows = 48;
 
 cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   stream::Config config{};
@@ -31,7 +32,7 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
   const int few = ceil_div(stages, 3) * 3 < ceil_div(stages, 4) * 4 ? 3 : 4;
   config.warps = each >= 3 ? few : each == 2 || config.token_tiles == 2 ? 8 : 16;
   ragged::Work work;
-  cudaError_t error = ragged::plan(args, 8 * config.token_tiles, shared_share(device, 1), stream, &work);
+  cudaError_t error = ragged::plan(args, 8 * config.token_tiles, false, shared_share(device, 1), stream, &work);
   if (error != cudaSuccess) return error;
   error = cudaErrorInvalidConfiguration;
   for (int share = 16 / config.warps; share >= 1 && error == cudaErrorInvalidConfiguration; --share) {
@@ -51,13 +52,18 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80 && args.product.x_dtype != DType::kF16) return cudaErrorNotSupported;
-  if (device.architecture == 90 && args.m >= kWarpgroupRows * args.experts && ragged_warpgroup::supports(args)) {
-    ragged::Work work;
-    const cudaError_t error = ragged::plan(args, ragged_warpgroup::kTileRows, shared_share(device, 1), stream, &work);
-    if (error != cudaSuccess) return error;
-    return ragged_warpgroup::launch(args.product, work, args.m / args.repeat, device.multiprocessors, stream);
+  const bool hopper = device.architecture == 90;
+  const bool tiled = hopper && args.m >= kTiledRows * args.experts && ragged_tiled::supports(args);
+  if (!tiled && !(hopper && args.m >= kWarpgroupRows * args.experts && ragged_warpgroup::supports(args))) {
+    return launch_stream(args, device, stream);
   }
-  return launch_stream(args, device, stream);
+  ragged::Work work;
+  const cudaError_t error =
+      ragged::plan(args, tiled ? ragged_tiled::kTileRows : ragged_warpgroup::kTileRows,
+                   tiled && args.row_mode == RowMode::kIds, shared_share(device, 1), stream, &work);
+  if (error != cudaSuccess) return error;
+  if (tiled) return ragged_tiled::launch(args, work, device.multiprocessors, stream);
+  return ragged_warpgroup::launch(args.product, work, args.m / args.repeat, device.multiprocessors, stream);
 }
 
 }  // namespace wonly

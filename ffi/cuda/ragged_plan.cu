@@ -89,12 +89,13 @@ __global__ void __launch_bounds__(kWarps * 32)
 
 }  // namespace
 
-cudaError_t plan(const RaggedArgs& args, int tile_rows, int shared_per_block, cudaStream_t stream, Work* work) {
+cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,
+                 Work* work) {
   *work = {
       args.rows, args.row_mode, static_cast<int>(args.experts), static_cast<int>(args.m), static_cast<int>(args.repeat),
       tile_rows, nullptr};
   const bool ids = args.row_mode == RowMode::kIds;
-  if (ids ? args.m <= kOwnIds : args.experts <= kOwnExperts) return cudaSuccess;
+  if (!in_scratch && (ids ? args.m <= kOwnIds : args.experts <= kOwnExperts)) return cudaSuccess;
   work->counts = reinterpret_cast<Counts*>(args.scratch);
   // Bins of all warps, sizes and first positions.
   const int64_t bin_bytes = 4 * (args.experts + 1);

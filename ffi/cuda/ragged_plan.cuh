@@ -127,8 +127,7 @@ __device__ inline Plan get_plan(const Work& work, uint8_t* shared) {
     return {spans, order, counts->spans, counts->tiles};
   }
   const Span* const planned = reinterpret_cast<const Span*>(work.counts + 1);
-  const int* const order =
-      work.row_mode == RowMode::kIds ? reinterpret_cast<const int*>(planned + work.experts + 1) : nullptr;
+  const int* const order = work.row_mode == RowMode::kIds ? planned_order(work) : nullptr;
   const Counts found = *work.counts;
   if (found.spans > min(work.experts, kOwnExperts) + 1) return {planned, order, found.spans, found.tiles};
   for (int i = threadIdx.x; i < found.spans; i += blockDim.x) {

@@ -34,6 +34,11 @@ struct Work {
 constexpr int kOwnExperts = 512;  // a CTA counts the rows of as many itself, and keeps as many spans
 constexpr int kOwnIds = 32;       // and puts as many ids in order
 
+// Where a plan in scratch has the rows by position.
+WONLY_HOST_DEVICE const int* planned_order(const Work& work) {
+  return reinterpret_cast<const int*>(reinterpret_cast<const Span*>(work.counts + 1) + work.experts + 1);
+}
+
 // Tiles of any routing.
 inline int64_t most_tiles(const Work& work) {
   const int64_t spans = work.m < work.experts ? work.m : int64_t{work.experts} + 1;
@@ -48,7 +53,9 @@ constexpr int plan_bytes(int experts) {
 }
 constexpr int kMostPlanBytes = plan_bytes(kOwnExperts);
 
-// The plan of `args` for tiles of `tile_rows` rows; enqueues the kernel that makes it where CTAs do not.
-cudaError_t plan(const RaggedArgs& args, int tile_rows, int shared_per_block, cudaStream_t stream, Work* work);
+// The plan of `args` for tiles of `tile_rows` rows; enqueues the kernel that makes it where CTAs do not, or where it is
+// wanted `in_scratch`.
+cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,
+                 Work* work);
 
 }  // namespace wonly::ragged

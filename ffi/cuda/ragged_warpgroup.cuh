@@ -1,26 +1,16 @@
-// The ragged product for more than a few rows of an expert on Hopper: wgmma with the weights as register operand, as
-// in matmul_warpgroup.cuh, by CTAs that stay.
+// The ragged product for a dozen rows of an expert on Hopper: wgmma with the weights as register operand, as in
+// matmul_warpgroup.cuh, by CTAs that stay.
 //
-// One CTA on every multiprocessor takes every so-many-th tile of 256 outputs x up to 128 rows of an expert; its
-// producer warps run ahead into the next tile while the last results are still being written. Four warpgroups of 64
-// outputs share the rows' activations and keep the tensor cores busy in turns: one converts codes, another waits, a
-// third multiplies. Rows that follow each other in x come by the tensor copy engine, others by ordinary asynchronous
-// copies; a tile with few rows brings and multiplies 32 or 64 columns.
-//
-// The accumulators are the only copy of the sums: they are in units of the current group's scale, and change to the
-// next one's by one multiplication (which is what scaling a group's sum and adding it would cost). So products
-// stay exact, and a float32 rounding for each group is all that scales add. A group whose scale is below 2^-48 of the
-// one before it counts as that small. A row's result does not depend on other rows, but for the order of sums, which is
-// that of the inputs from a start that depends on the tile's outputs.
+// One CTA on every multiprocessor takes every so-many-th tile of 256 outputs x up to 32 rows of an expert; its producer
+// warps run ahead into the next tile while the last results are still being written. Four warpgroups of 64 outputs
+// share the rows' activations. Rows that follow each other in x come by the tensor copy engine as one box, others as a
+// box each. Sums of a group are exact products of 16-bit numbers in float32, and its scale multiplies them there. A
+// row's result does not depend on other rows.
 #pragma once
 
 #include "cuda/matmul_warpgroup.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_warpgroup.h"
-
-#ifndef WONLY_TURNS
-#define WONLY_TURNS 1
-#endif
 
 namespace wonly::ragged_warpgroup {
 
@@ -32,7 +22,7 @@ using warpgroup::kStageK;
 using warpgroup::kStageSteps;
 using warpgroup::RingPosition;
 
-constexpr int kBoxRows = 32;  // of the tensor copy engine
+constexpr int kColumns = kTileRows;  // of a product
 constexpr int kCtaBytes = 227 << 10;
 
 template <typename X_, int kBits_, bool kSmallGroups_>
@@ -49,7 +39,7 @@ struct Shape {
 
   static constexpr int kTiles = kStageK / tile_k(kBits);
   static constexpr int kFlushes = kSmallGroups ? 4 : 1;
-  static constexpr int kHalfBytes = kTileRows * 128;  // activations: two halves of 64 inputs
+  static constexpr int kHalfBytes = kColumns * 128;  // activations: two halves of 64 inputs
   static constexpr int kWeightsAt = 2 * kHalfBytes;
   static constexpr int kScalesAt = kWeightsAt + kWarpgroups * kTiles * kTileBytes;
   static constexpr int kZerosAt = kScalesAt + kFlushes * kRows * 4;
@@ -90,20 +80,14 @@ __device__ __forceinline__ Tile find_tile(const ragged::Plan& plan, int64_t inde
           static_cast<int64_t>(local / tiles) * S::kRows};
 }
 
-__device__ __forceinline__ int columns_of(int rows) { return rows <= 32 ? 32 : rows <= 64 ? 64 : 128; }
-
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void arrive_threads(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// The stage of a tile's walk over the inputs, which begins somewhere else for other outputs.
-__device__ __forceinline__ int stage_at(int index, int64_t n0, int rows, int stages) {
-  const int at = index + static_cast<int>(n0 / rows) * kRotation % stages;
-  return at < stages ? at : at - stages;
+// Where a tile's walk over the inputs begins: somewhere else for other outputs.
+template <typename S>
+__device__ __forceinline__ int first_stage(int64_t n0, int stages) {
+  return static_cast<int>(n0 / S::kRows) * kRotation % stages;
 }
 
 template <typename S>
@@ -125,16 +109,14 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
   const bool has_zeros = args.shift_mode == ShiftMode::kZeros;
   const int scale_size = element_size(args.scale_dtype);
   RingPosition<S::kStages> at;
-  int walked = 0;
   const int64_t all = static_cast<int64_t>(plan.tile_count) * params.row_blocks;
   for (int64_t index = blockIdx.x; index < all; index += gridDim.x) {
     const Tile tile = find_tile<S>(plan, index, params.row_blocks);
     if (tile.expert < 0) continue;
-    const int columns = columns_of(tile.rows);
     const int64_t expert = tile.expert;
     if (params.gather) {
       sync_threads(1, 128);
-      if (thread < columns) x_rows[thread] = plan.row(tile.first + min(thread, tile.rows - 1)) / params.work.repeat;
+      if (thread < kColumns) x_rows[thread] = plan.row(tile.first + min(thread, tile.rows - 1)) / params.work.repeat;
       sync_threads(1, 128);
     }
     const uint32_t* const words =
@@ -144,20 +126,16 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
     const uint8_t* const zeros = static_cast<const uint8_t*>(args.shift) + expert * args.shift_batch_stride;
     const bool has_weights = tile.n0 + producer * kTileN < args.n;
     const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - tile.n0));
+    int stage = first_stage<S>(tile.n0, stages);
     for (int i = 0; i < stages; ++i, at.advance()) {
-      const int stage = stage_at(i, tile.n0, S::kRows, stages);
-      if (walked < S::kStages) {
-        ++walked;
-      } else {
-        ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
-      }
+      ptx::barrier_wait(empty + at.slot, at.phase ^ 1);  // of the first round: at once
       uint8_t* const to = ring + at.slot * S::kStageBytes;
       uint64_t* const done = full + at.slot;
       if (ptx::elect_one()) {
         const int tile_bytes = has_weights ? min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes : 0;
         const int groups = grouped ? min(S::kFlushes, blocks - stage * (kStageK / 32)) : 0;
         int mine = 0;
-        if (producer == 0) mine = columns * 256;
+        if (producer == 0) mine = kColumns * 256;
         if (producer == 1) mine = groups * outputs * (scale_size + (has_zeros ? 1 : 0));
         ptx::barrier_expect(done, mine + tile_bytes);
         if (has_weights) {
@@ -165,10 +143,8 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
                          words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
         }
         if (producer == 0 && !params.gather) {
-          for (int row = 0; row < columns; row += kBoxRows) {
-            ptx::tensor_copy_3d(to + row * 128, x_map, stage * kStageK, tile.first + row, 0, done);
-            ptx::tensor_copy_3d(to + S::kHalfBytes + row * 128, x_map, stage * kStageK + 64, tile.first + row, 0, done);
-          }
+          ptx::tensor_copy_3d(to, x_map, stage * kStageK, tile.first, 0, done);
+          ptx::tensor_copy_3d(to + S::kHalfBytes, x_map, stage * kStageK + 64, tile.first, 0, done);
         } else if (producer == 1) {
           for (int flush = 0; flush < groups; ++flush) {
             const int64_t first = ((stage * (kStageK / 32) + flush) >> params.log2_group_blocks) * args.n + tile.n0;
@@ -179,10 +155,12 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
         }
       }
       __syncwarp();
-      if (params.gather && thread < columns) {
-        ptx::tensor_copy_3d(to + thread * 128, row_map, stage * kStageK, x_rows[thread], 0, done);
-        ptx::tensor_copy_3d(to + S::kHalfBytes + thread * 128, row_map, stage * kStageK + 64, x_rows[thread], 0, done);
+      if (params.gather && thread % 32 < kColumns / 4) {  // a quarter for each warp, one of whose copies takes its time
+        const int row = thread % 32 * 4 + producer;
+        ptx::tensor_copy_3d(to + row * 128, row_map, stage * kStageK, x_rows[row], 0, done);
+        ptx::tensor_copy_3d(to + S::kHalfBytes + row * 128, row_map, stage * kStageK + 64, x_rows[row], 0, done);
       }
+      if (++stage == stages) stage = 0;
     }
   }
 }
@@ -198,11 +176,10 @@ struct Consumer {
   uint8_t* shared;
   RingPosition<S::kStages> at{};
 
-  // Sums of the tile's rows for this warp's outputs, `columns` of them.
-  template <int kColumns>
+  // The tile's rows for this warp's outputs.
   __device__ __forceinline__ void run(const ragged::Plan& plan, const Tile& tile) {
-    constexpr bool kTurns = WONLY_TURNS && kColumns == 128 && !S::kSmallGroups;
-    constexpr int kUnitSteps = S::kSmallGroups || (kColumns == 128 && !kTurns) ? 2 : 4;
+    // The codes of a unit of steps are converted while the tensor cores work on the one before.
+    constexpr int kUnitSteps = S::kSmallGroups ? 2 : 4;
     constexpr int kUnits = kStageSteps / kUnitSteps;
     constexpr int kHeld = kUnitSteps < kVectorSteps ? kVectorSteps : kUnitSteps;
     const MatmulArgs& args = params.args;
@@ -217,8 +194,6 @@ struct Consumer {
     const bool has_zeros = args.shift_mode == ShiftMode::kZeros;
     const bool wide_scales = args.scale_dtype == DType::kF32, bf16_scales = args.scale_dtype == DType::kBF16;
     const int scale_size = wide_scales ? 4 : 2;
-    const auto wait_turn = [&]() { sync_threads(6 + warpgroup, 256); };
-    const auto pass_turn = [&]() { arrive_threads(6 + (warpgroup + 1) % 4, 256); };
     const auto release = [&](int slot) {
       __syncwarp();
       if (lane < kArrivals) ptx::barrier_arrive(empty + slot);
@@ -226,19 +201,13 @@ struct Consumer {
     if (tile.n0 + warpgroup * kTileN >= args.n) {
       for (int index = 0; index < stages; ++index, at.advance()) {
         ptx::barrier_wait(full + at.slot, at.phase);
-        if constexpr (kTurns) {
-          for (int unit = 0; unit < kUnits; ++unit) {
-            wait_turn();
-            pass_turn();
-          }
-        }
         release(at.slot);
       }
       return;
     }
 
-    float acc[kColumns / 2] = {};
-    float unit_scale[2] = {}, scale[2] = {};  // of the accumulators; the last that was not too small to be one
+    float acc[kColumns / 2] = {}, part[kColumns / 2];
+    float scale[2] = {};
     uint32_t zero[2] = {C::minus_zero(static_cast<float>(bias_of(S::kBits))),
                         C::minus_zero(static_cast<float>(bias_of(S::kBits)))};
     if (!grouped) {
@@ -247,42 +216,34 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int64_t n = min(tile.n0 + row + 8 * i, args.n - 1);
-        unit_scale[i] = scale[i] = load_element(scales, n, args.scale_dtype);
+        scale[i] = load_element(scales, n, args.scale_dtype) * C::kUnscale;
         if (has_zeros) {
           zero[i] = C::minus_zero(
               static_cast<float>(static_cast<const uint8_t*>(args.shift)[tile.expert * args.shift_batch_stride + n]));
         }
       }
     }
-    // Takes the next group's zeros; the accumulators are to be multiplied by `factor`.
-    const auto change_scales = [&](const uint8_t* data, int flush, float (&factor)[2]) {
-      const uint8_t* const from = data + S::kScalesAt + flush * S::kRows * 4 + row * scale_size;
+    const auto set_scales = [&](const uint8_t* data, int stage, int unit) {
+      if (!grouped) return;
+      const uint8_t* const from = data + S::kScalesAt + unit * S::kRows * 4 + row * scale_size;
+      const bool copied = stage * (kStageK / 32) + unit < blocks;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t bits = wide_scales ? reinterpret_cast<const uint32_t*>(from)[8 * i]
                                           : reinterpret_cast<const uint16_t*>(from)[8 * i];
         const float narrow =
             bf16_scales ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
-        const float next = wide_scales ? __uint_as_float(bits) : narrow;
-        const float least = fmaxf(fabsf(scale[i]) * 0x1p-48f, 0x1p-100f);
-        const bool small = fabsf(next) <= least;
-        const float next_unit = small ? least : next;
-        if (!small) scale[i] = next;
-        const float inverse = __frcp_rn(next_unit);
-        const float quotient = unit_scale[i] * inverse;
-        factor[i] = fmaf(fmaf(-quotient, next_unit, unit_scale[i]), inverse, quotient);
-        unit_scale[i] = next_unit;
-        if (has_zeros) zero[i] = C::minus_zero(static_cast<float>(data[S::kZerosAt + flush * S::kRows + row + 8 * i]));
+        scale[i] = copied ? (wide_scales ? __uint_as_float(bits) : narrow) * C::kUnscale : 0.f;
       }
     };
 
-    uint32_t codes[kTurns ? 1 : 2][kHeld][4];
-    float factor[2] = {1.f, 1.f};
-    // The operands of a unit: its codes, and what the sums before it are to be multiplied by.
-    const auto prepare = [&](const uint8_t* data, int stage, int unit, uint32_t (&to)[kHeld][4]) {
-      if (S::kSmallGroups || unit == 0) {
-        factor[0] = factor[1] = 1.f;
-        if (grouped && stage * (kStageK / 32) + unit < blocks) change_scales(data, unit, factor);
+    uint32_t codes[2][kHeld][4];
+    const auto prepare = [&](const uint8_t* data, int unit) {
+      if (has_zeros && grouped && (S::kSmallGroups || unit == 0)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          zero[i] = C::minus_zero(static_cast<float>(data[S::kZerosAt + unit * S::kRows + row + 8 * i]));
+        }
       }
       const uint4* const words =
           reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + warp % 4 * 32 +
@@ -290,79 +251,60 @@ struct Consumer {
 #pragma unroll
       for (int step = 0; step < kHeld; step += kVectorSteps) {
         warpgroup::convert<X, S::kBits>(words[(unit * kUnitSteps + step) / kVectorSteps * (kTileBytes / 16)], zero[0],
-                                        zero[1], to + step);
+                                        zero[1], codes[unit % 2] + step);
       }
     };
-    const auto multiply = [&](uint64_t x, int unit, const uint32_t (&a)[kHeld][4]) {
+    const auto multiply = [&](uint64_t x, int unit) {
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kUnitSteps; ++i) {
         const int step = unit * kUnitSteps + i;
         const uint64_t of_step = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
-        const uint32_t (&held)[4] = a[kUnitSteps < kVectorSteps ? step % kVectorSteps : i];
+        const uint32_t (&held)[4] = codes[unit % 2][kUnitSteps < kVectorSteps ? step % kVectorSteps : i];
+        const bool accumulate = i > 0 || (unit > 0 && !S::kSmallGroups);
         if constexpr (C::kBf16) {
-          ptx::Wgmma<kColumns>::bf16(acc, held, of_step, true);
+          ptx::Wgmma<kColumns>::bf16(part, held, of_step, accumulate);
         } else {
-          ptx::Wgmma<kColumns>::f16(acc, held, of_step, true);
+          ptx::Wgmma<kColumns>::f16(part, held, of_step, accumulate);
         }
       }
       ptx::wgmma_commit();
     };
-    const auto rescale = [&]() {
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) acc[i] *= factor[i % 4 / 2];
-    };
     const auto stage_data = [&]() { return shared + kBarrierBytes + at.slot * S::kStageBytes; };
-    int stage = stage_at(0, tile.n0, S::kRows, stages);
-    const auto next_stage = [&]() { stage = stage + 1 == stages ? 0 : stage + 1; };
-    if constexpr (kTurns) {
-      for (int index = 0; index < stages; ++index, at.advance(), next_stage()) {
-        const uint8_t* const data = stage_data();
-        ptx::barrier_wait(full + at.slot, at.phase);
-        const uint64_t x = ptx::wgmma_descriptor(data);
+    int stage = first_stage<S>(tile.n0, stages);
+    const uint8_t* data = stage_data();
+    ptx::barrier_wait(full + at.slot, at.phase);
+    prepare(data, 0);
+    for (int index = 0; index < stages; ++index) {
+      const uint64_t x = ptx::wgmma_descriptor(data);
+      const int slot = at.slot;
 #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          prepare(data, stage, unit, codes[0]);
-          if (unit == 0) rescale();
-          wait_turn();
-          multiply(x, unit, codes[0]);
-          pass_turn();
-          ptx::wgmma_wait<0>();
-        }
-        release(at.slot);
-      }
-    } else {
-      const uint8_t* data = stage_data();
-      ptx::barrier_wait(full + at.slot, at.phase);
-      prepare(data, stage, 0, codes[0]);
-      for (int index = 0; index < stages; ++index) {
-        const uint64_t x = ptx::wgmma_descriptor(data);
-        const int slot = at.slot;
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          if (S::kSmallGroups || unit == 0) rescale();
-          multiply(x, unit, codes[unit % 2]);
-          if (unit > 0 && !S::kSmallGroups) ptx::wgmma_wait<1>();
-          if (unit + 1 < kUnits) {
-            prepare(data, stage, unit + 1, codes[(unit + 1) % 2]);
-          } else {
-            at.advance();
-            next_stage();
-            data = stage_data();
-            if (index + 1 < stages) {
-              ptx::barrier_wait(full + at.slot, at.phase);
-              prepare(data, stage, 0, codes[0]);
-            }
+      for (int unit = 0; unit < kUnits; ++unit) {
+        const bool last = unit + 1 == kUnits;
+        multiply(x, unit);
+        if (unit > 0 && !S::kSmallGroups) ptx::wgmma_wait<1>();
+        if (last || S::kSmallGroups) set_scales(data, stage, S::kSmallGroups ? unit : 0);
+        if (!last) {
+          prepare(data, unit + 1);
+        } else {
+          at.advance();
+          stage = stage + 1 == stages ? 0 : stage + 1;
+          data = stage_data();
+          if (index + 1 < stages) {
+            ptx::barrier_wait(full + at.slot, at.phase);
+            prepare(data, 0);
           }
-          if (S::kSmallGroups || unit + 1 == kUnits) ptx::wgmma_wait<0>();
         }
-        release(slot);
+        if (last || S::kSmallGroups) {
+          ptx::wgmma_wait<0>();
+#pragma unroll
+          for (int i = 0; i < kColumns / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
+        }
       }
+      release(slot);
     }
 
     // Through shared memory, so that four neighbouring outputs of a row are stored at once.
-#pragma unroll
-    for (int i = 0; i < 2; ++i) unit_scale[i] = scale[i] == 0.f ? 0.f : unit_scale[i] * C::kUnscale;
     float* const store = reinterpret_cast<float*>(shared + S::kStoreAt + warpgroup * S::kStoreBytes);
     const int of_warpgroup = threadIdx.x % 128;
 #pragma unroll 1
@@ -372,7 +314,7 @@ struct Consumer {
       for (int i = 0; i < kColumns / 2; ++i) {
         if (i / (S::kStoreRows / 2) * S::kStoreRows == base) {
           store[(i / 4 * 8 % S::kStoreRows + lane % 4 * 2 + i % 2) * S::kStoreStride + row % kTileN + i % 4 / 2 * 8] =
-              acc[i] * unit_scale[i % 4 / 2];
+              acc[i];
         }
       }
       sync_threads(2 + warpgroup, 128);
@@ -420,18 +362,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
     Consumer<S> consumer{params, shared};
-    if (threadIdx.x / 128 == S::kWarpgroups - 1) arrive_threads(6, 256);
     const int64_t all = static_cast<int64_t>(plan.tile_count) * params.row_blocks;
     for (int64_t index = blockIdx.x; index < all; index += gridDim.x) {
       const Tile tile = find_tile<S>(plan, index, params.row_blocks);
       if (tile.expert < 0) {
         consumer.clear(plan, tile);
-      } else if (tile.rows <= 32) {
-        consumer.template run<32>(plan, tile);
-      } else if (tile.rows <= 64) {
-        consumer.template run<64>(plan, tile);
       } else {
-        consumer.template run<128>(plan, tile);
+        consumer.run(plan, tile);
       }
     }
   }
@@ -445,7 +382,7 @@ cudaError_t launch_shape(Params params, int64_t x_rows, int multiprocessors, cud
   CUtensorMap map, row_map;
   MatmulArgs x = params.args;
   x.m = x_rows;
-  if (cudaError_t error = warpgroup::describe_activations(x, kBoxRows, &map); error != cudaSuccess) return error;
+  if (cudaError_t error = warpgroup::describe_activations(x, kColumns, &map); error != cudaSuccess) return error;
   if (cudaError_t error = warpgroup::describe_activations(x, 1, &row_map); error != cudaSuccess) return error;
   params.row_blocks = static_cast<int>(ceil_div(params.args.n, S::kRows));
   LaunchShape shape;

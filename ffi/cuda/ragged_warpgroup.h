@@ -1,4 +1,4 @@
-// The ragged product for more than a few rows of an expert on sm_90a (ragged_warpgroup.cuh).
+// The ragged product for a dozen rows of an expert on sm_90a (ragged_warpgroup.cuh).
 #pragma once
 
 #include "cuda/matmul.h"
@@ -6,7 +6,7 @@
 
 namespace wonly::ragged_warpgroup {
 
-constexpr int kTileRows = 128;  // of the plan that `launch` takes
+constexpr int kTileRows = 32;  // of the plan that `launch` takes
 
 bool supports(const RaggedArgs& args);
 

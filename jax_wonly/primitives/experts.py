@@ -169,7 +169,10 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
     # The kernels write the activations' type or float32; the rare third type is a conversion of the latter.
     dtype = p.out_dtype if p.out_dtype in (x.dtype, jnp.float32) else jnp.dtype(jnp.float32)
     shape = _result_shape(x, scales, rows, p)
-    scratch = _abi.ragged_scratch(shape[0], qw.shape[0]) if platform == "cuda" else 0
+    scratch = 0
+    if platform == "cuda":
+        unordered = p.row_mode == RowMode.IDS and not p.transpose and x.dtype.itemsize == 2
+        scratch = _abi.ragged_scratch(shape[0], qw.shape[0], ordered=-(-p.k // 2) if unordered else 0)
     results = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((scratch,), jnp.int32))
     attributes = {"bits": np.int64(p.bits), "shift_mode": np.int64(p.shift_mode), "row_mode": np.int64(p.row_mode)}
     if not p.transpose:
