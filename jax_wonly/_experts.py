@@ -101,9 +101,10 @@ def gather_matmul(
 ) -> jax.Array:
     """``y[..., :] = activation(x[..., :] @ w[expert_ids[...]] + bias)``: rows in any order, each with an expert's id.
 
-    MLX's ``gather_qmm``; nothing is sorted or gathered in memory. For a mixture of experts, ``x[:, None]`` and ids
-    ``[tokens, top_k]`` give ``[tokens, top_k, N]``, whose rows then meet the second weight with the same ids. To share
-    an id among the rows of a matrix ``x [..., M, K]``, pass ``expert_ids[..., None]``.
+    MLX's ``gather_qmm``; weights are not gathered in memory, and x only on GPUs with many rows for each expert. For a
+    mixture of experts, ``x[:, None]`` and ids ``[tokens, top_k]`` give ``[tokens, top_k, N]``, whose rows then meet the
+    second weight with the same ids. To share an id among the rows of a matrix ``x [..., M, K]``, pass
+    ``expert_ids[..., None]``.
 
     Args:
       x: float16, bfloat16 or float32 ``[..., K]``.

@@ -16,6 +16,13 @@ from reference import DTYPES, MODES, Weight, random_weight, random_x
 import jax_wonly as jw
 
 pytestmark = pytest.mark.gpu
+
+
+def held_to(x, rows, experts):
+    """The implementation whose bounds hold: with many rows of an expert weights are rounded to 16-bit activations'."""
+    return None if x.dtype.itemsize == 2 and rows >= 48 * experts else "cuda"
+
+
 # Few and many rows of an expert, which different kernels take; odd shapes, and such as the copy engines accept.
 SHAPES = [(96, 71, 32, 9), (192, 304, 64, 4), (384, 272, 128, 3), (512, 40, 256, 5), (101, 33, None, 20)]
 
@@ -32,11 +39,11 @@ def test_kernels(rng, bits, mode):
             sizes, ids = sizes_of(rng, experts, rows)
             x = random_x(rng, (rows, k), dtype)
             y = jw.ragged_dot(x, weight.qt, jnp.asarray(sizes), implementation="cuda", **epilogue)
-            assert_rows(y, x, weight, ids, implementation="cuda", **epilogue)
+            assert_rows(y, x, weight, ids, implementation=held_to(x, rows, experts), **epilogue)
             x = x[: max(rows // 3, 1), None]
             ids = rng.integers(-1, experts + 1, (x.shape[0], 3)).astype(np.int32)
             y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda", **epilogue)
-            assert_rows(y, x, weight, ids, implementation="cuda", **epilogue)
+            assert_rows(y, x, weight, ids, implementation=held_to(x, ids.size, experts), **epilogue)
 
 
 @pytest.mark.parametrize(("experts", "rows"), [(130, 900), (600, 40), (600, 3000), (2, 5000)])
@@ -49,10 +56,10 @@ def test_many_experts_and_rows(rng, experts, rows, dtype):
     sizes, ids = sizes_of(rng, experts, rows)
     x = random_x(rng, (rows, 32), dtype)
     y = jw.ragged_dot(x, weight.qt, jnp.asarray(sizes), implementation="cuda")
-    assert_rows(y, x, weight, ids, implementation="cuda")
+    assert_rows(y, x, weight, ids, implementation=held_to(x, rows, experts))
     order = rng.permutation(rows)
     shuffled = jw.gather_matmul(x[order], weight.qt, jnp.asarray(ids[order]), implementation="cuda")
-    assert_rows(shuffled, x[order], weight, ids[order], implementation="cuda")
+    assert_rows(shuffled, x[order], weight, ids[order], implementation=held_to(x, rows, experts))
 
 
 def test_scales_of_any_size(rng):
@@ -68,7 +75,7 @@ def test_scales_of_any_size(rng):
         x = random_x(rng, (rows, 1024), "bfloat16")
         ids = rng.integers(0, 2, rows)
         y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda")
-        assert_rows(y, x, weight, ids, implementation="cuda")
+        assert_rows(y, x, weight, ids, implementation=held_to(x, rows, 2))
 
 
 def test_rows_known_on_the_device_only(rng):
