@@ -13,7 +13,7 @@ namespace wonly {
 namespace {
 
 // Rows of an expert, were they spread evenly, from which on the kernels for more of them are faster.
-constexpr int64_t kWarpgroupRows = 12, kTiledRows = 48;
+constexpr int64_t kWarpgroupRows = 8, kTiledRows = 48;
 
 cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   stream::Config config{};
@@ -52,18 +52,21 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80 && args.product.x_dtype != DType::kF16) return cudaErrorNotSupported;
-  const bool hopper = device.architecture == 90;
-  const bool tiled = hopper && args.m >= kTiledRows * args.experts && ragged_tiled::supports(args);
-  if (!tiled && !(hopper && args.m >= kWarpgroupRows * args.experts && ragged_warpgroup::supports(args))) {
+  const bool ids = args.row_mode == RowMode::kIds;
+  const bool in_order = device.architecture == 90 && (!ids || ragged::can_order(args));
+  const bool tiled = in_order && args.m >= kTiledRows * args.experts && ragged_tiled::supports(args.product);
+  if (!tiled && !(in_order && args.m >= kWarpgroupRows * args.experts && ragged_warpgroup::supports(args.product))) {
     return launch_stream(args, device, stream);
   }
   ragged::Work work;
-  const cudaError_t error =
-      ragged::plan(args, tiled ? ragged_tiled::kTileRows : ragged_warpgroup::kTileRows,
-                   tiled && args.row_mode == RowMode::kIds, shared_share(device, 1), stream, &work);
+  cudaError_t error = ragged::plan(args, tiled ? ragged_tiled::kTileRows : ragged_warpgroup::kTileRows, ids,
+                                   shared_share(device, 1), stream, &work);
   if (error != cudaSuccess) return error;
-  if (tiled) return ragged_tiled::launch(args, work, device.multiprocessors, stream);
-  return ragged_warpgroup::launch(args.product, work, args.m / args.repeat, device.multiprocessors, stream);
+  MatmulArgs product = args.product;
+  if (ids) error = ragged::order(args, work, &product.x, stream);
+  if (error != cudaSuccess) return error;
+  const auto launch = tiled ? ragged_tiled::launch : ragged_warpgroup::launch;
+  return launch(product, work, device.multiprocessors, stream);
 }
 
 }  // namespace wonly

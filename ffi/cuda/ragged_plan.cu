@@ -87,7 +87,39 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
+constexpr int kOrderThreads = 256;
+
+// Rows of x in the plan's order, in vectors of 16 bytes.
+__global__ void __launch_bounds__(kOrderThreads)
+    order_rows(const uint4* x, uint4* to, const int* order, int rows, int repeat, int vectors) {
+  for (int at = blockIdx.x; at < rows; at += gridDim.x) {
+    const uint4* const from = x + static_cast<int64_t>(order[at] / repeat) * vectors;
+    for (int i = threadIdx.x; i < vectors; i += kOrderThreads) to[static_cast<int64_t>(at) * vectors + i] = from[i];
+  }
+}
+
+// Before ordered rows, which begin at a multiple of 16 bytes.
+int64_t plan_words(const RaggedArgs& args) {
+  return ceil_div(kRaggedScratchPerRow * args.m + kRaggedScratchPerExpert * args.experts + kRaggedScratchFixed, 4) * 4;
+}
+
 }  // namespace
+
+bool can_order(const RaggedArgs& args) {
+  const int64_t bytes = args.m * args.product.k * element_size(args.product.x_dtype);
+  return bytes % 16 == 0 && args.product.k % 8 == 0 && args.scratch_words >= plan_words(args) + bytes / 4;
+}
+
+cudaError_t order(const RaggedArgs& args, const Work& work, const void** x, cudaStream_t stream) {
+  void* const ordered = args.scratch + plan_words(args);
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(args.m, 2048)));
+  shape.threads = kOrderThreads;
+  *x = ordered;
+  return launch_kernel(order_rows, shape, stream, static_cast<const uint4*>(args.product.x),
+                       static_cast<uint4*>(ordered), planned_order(work), work.m, work.repeat,
+                       static_cast<int>(args.product.k * element_size(args.product.x_dtype) / 16));
+}
 
 cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,
                  Work* work) {

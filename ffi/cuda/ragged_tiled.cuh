@@ -36,6 +36,7 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kBarrierBytes = 1024;        // keeps the ring aligned for the 128-byte swizzle
 constexpr int kAffineWarps = kRows / 64;   // of the producer's, two outputs per lane
 constexpr int kBandTiles = 8;              // tiles of rows that are walked together, for the cache
+constexpr int kPrefetchStages = 8;         // that scales and shifts come to the second-level cache ahead
 constexpr int kBoxRows = 32;               // of the tensor copy engine
 constexpr int kStagedRows = 32;            // that a warpgroup writes at a time
 constexpr int kStagedStride = kTileN + 4;  // floats of a row, so that no two lanes share a bank
@@ -251,8 +252,22 @@ __global__ void __launch_bounds__(kThreads, 1)
             if (shift_size != 0) next_shift[i] = load_bits(shifts[i] + group * args.n * shift_size, shift_size);
           }
         };
+        // Into the second-level cache: a stage of few rows is shorter than an access to memory.
+        const auto prefetch = [&](int stage) {
+          if (params.log2_group_blocks < 0 || stage >= stages) return;
+          const int64_t group = (2 * stage) >> params.log2_group_blocks;
+          for (int64_t i = group; i < min(group + sets, args.groups); ++i) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+              ptx::prefetch(scales[j] + i * args.n * scale_size);
+              if (shift_size != 0) ptx::prefetch(shifts[j] + i * args.n * shift_size);
+            }
+          }
+        };
+        for (int stage = 0; stage < kPrefetchStages; ++stage) prefetch(stage);
         fetch(0);
         for (int stage = 0; stage < stages; ++stage, at.advance()) {
+          prefetch(stage + kPrefetchStages);
           ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
           for (int set = 0; set < sets; ++set) {
 #pragma unroll

@@ -3,9 +3,8 @@
 //
 // One CTA on every multiprocessor takes every so-many-th tile of 256 outputs x up to 32 rows of an expert; its producer
 // warps run ahead into the next tile while the last results are still being written. Four warpgroups of 64 outputs
-// share the rows' activations. Rows that follow each other in x come by the tensor copy engine as one box, others as a
-// box each. Sums of a group are exact products of 16-bit numbers in float32, and its scale multiplies them there. A
-// row's result does not depend on other rows.
+// share the rows' activations. Sums of a group are exact products of 16-bit numbers in float32, and its scale
+// multiplies them there. A row's result does not depend on other rows.
 #pragma once
 
 #include "cuda/matmul_warpgroup.cuh"
@@ -47,11 +46,10 @@ struct Shape {
   static constexpr int kStoreRows = kBits == 4 ? 16 : 8;  // that a warpgroup puts in order before they are stored
   static constexpr int kStoreStride = kTileN + 4;         // floats
   static constexpr int kStoreBytes = kStoreRows * kStoreStride * 4;
-  static constexpr int kOtherBytes = kBarrierBytes + kWarpgroups * kStoreBytes + kTileRows * 4 + ragged::kMostPlanBytes;
+  static constexpr int kOtherBytes = kBarrierBytes + kWarpgroups * kStoreBytes + ragged::kMostPlanBytes;
   static constexpr int kStages = (kCtaBytes - kOtherBytes) / kStageBytes;
   static constexpr int kStoreAt = kBarrierBytes + kStages * kStageBytes;
-  static constexpr int kXRowsAt = kStoreAt + kWarpgroups * kStoreBytes;
-  static constexpr int kPlanAt = kXRowsAt + kTileRows * 4;
+  static constexpr int kPlanAt = kStoreAt + kWarpgroups * kStoreBytes;
   static_assert(kStages >= 3 && kStageBytes % 1024 == 0);
 };
 
@@ -60,7 +58,6 @@ struct Params {
   ragged::Work work;
   int row_blocks;         // of kRows outputs
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
-  bool gather;            // rows of a tile do not follow each other in x
 };
 
 // A tile of the work: rows first .. first + rows - 1 of the plan's order and a block of outputs.
@@ -91,13 +88,12 @@ __device__ __forceinline__ int first_stage(int64_t n0, int stages) {
 }
 
 template <typename S>
-__device__ __forceinline__ void produce(const Params& params, const CUtensorMap* x_map, const CUtensorMap* row_map,
-                                        const ragged::Plan& plan, uint8_t* shared) {
+__device__ __forceinline__ void produce(const Params& params, const CUtensorMap* x_map, const ragged::Plan& plan,
+                                        uint8_t* shared) {
   const MatmulArgs& args = params.args;
   uint64_t* const full = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const empty = full + S::kStages;
   uint8_t* const ring = shared + kBarrierBytes;
-  int* const x_rows = reinterpret_cast<int*>(shared + S::kXRowsAt);
   const int thread = static_cast<int>(threadIdx.x) - S::kConsumers;
   // Warp w brings the weights of row tile w; the first also activations, the second scales and zeros. All lanes walk
   // along, so that addresses stay in uniform registers, and one of them issues.
@@ -114,11 +110,6 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
     const Tile tile = find_tile<S>(plan, index, params.row_blocks);
     if (tile.expert < 0) continue;
     const int64_t expert = tile.expert;
-    if (params.gather) {
-      sync_threads(1, 128);
-      if (thread < kColumns) x_rows[thread] = plan.row(tile.first + min(thread, tile.rows - 1)) / params.work.repeat;
-      sync_threads(1, 128);
-    }
     const uint32_t* const words =
         args.qw + expert * args.qw_batch_stride + (tile.n0 / kTileN + producer) * k_tiles * kTileWords;
     const uint8_t* const scales =
@@ -142,7 +133,7 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
           ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
                          words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
         }
-        if (producer == 0 && !params.gather) {
+        if (producer == 0) {
           ptx::tensor_copy_3d(to, x_map, stage * kStageK, tile.first, 0, done);
           ptx::tensor_copy_3d(to + S::kHalfBytes, x_map, stage * kStageK + 64, tile.first, 0, done);
         } else if (producer == 1) {
@@ -155,11 +146,6 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
         }
       }
       __syncwarp();
-      if (params.gather && thread % 32 < kColumns / 4) {  // a quarter for each warp, one of whose copies takes its time
-        const int row = thread % 32 * 4 + producer;
-        ptx::tensor_copy_3d(to + row * 128, row_map, stage * kStageK, x_rows[row], 0, done);
-        ptx::tensor_copy_3d(to + S::kHalfBytes + row * 128, row_map, stage * kStageK + 64, x_rows[row], 0, done);
-      }
       if (++stage == stages) stage = 0;
     }
   }
@@ -309,7 +295,7 @@ struct Consumer {
     const int of_warpgroup = threadIdx.x % 128;
 #pragma unroll 1
     for (int base = 0; base < tile.rows; base += S::kStoreRows) {
-      sync_threads(2 + warpgroup, 128);
+      sync_threads(1 + warpgroup, 128);
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) {
         if (i / (S::kStoreRows / 2) * S::kStoreRows == base) {
@@ -317,7 +303,7 @@ struct Consumer {
               acc[i];
         }
       }
-      sync_threads(2 + warpgroup, 128);
+      sync_threads(1 + warpgroup, 128);
 #pragma unroll 1
       for (int i = of_warpgroup; i < min(S::kStoreRows, tile.rows - base) * (kTileN / 4); i += 128) {
         const int token = i / (kTileN / 4), quad = i % (kTileN / 4);
@@ -342,8 +328,7 @@ struct Consumer {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    ragged_warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap x_map,
-                            const __grid_constant__ CUtensorMap row_map) {
+    ragged_warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap x_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
   if (threadIdx.x == 0) {
@@ -358,7 +343,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const ragged::Plan plan = ragged::get_plan(params.work, shared + S::kPlanAt);
   if (threadIdx.x >= S::kConsumers) {
     ptx::lower_registers<S::kProducerRegisters>();
-    produce<S>(params, &x_map, &row_map, plan, shared);
+    produce<S>(params, &x_map, plan, shared);
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
     Consumer<S> consumer{params, shared};
@@ -378,36 +363,33 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-cudaError_t launch_shape(Params params, int64_t x_rows, int multiprocessors, cudaStream_t stream) {
-  CUtensorMap map, row_map;
+cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream) {
+  CUtensorMap map;
   MatmulArgs x = params.args;
-  x.m = x_rows;
+  x.m = params.work.m;
   if (cudaError_t error = warpgroup::describe_activations(x, kColumns, &map); error != cudaSuccess) return error;
-  if (cudaError_t error = warpgroup::describe_activations(x, 1, &row_map); error != cudaSuccess) return error;
   params.row_blocks = static_cast<int>(ceil_div(params.args.n, S::kRows));
   LaunchShape shape;
   shape.grid = dim3(
       static_cast<unsigned>(std::min<int64_t>(multiprocessors, ragged::most_tiles(params.work) * params.row_blocks)));
   shape.threads = S::kThreads;
   shape.shared_bytes = S::kPlanAt + ragged::plan_bytes(params.work.experts);
-  return launch_kernel(ragged_warpgroup_matmul<S>, shape, stream, params, map, row_map);
+  return launch_kernel(ragged_warpgroup_matmul<S>, shape, stream, params, map);
 }
 
 template <typename X>
-cudaError_t launch_typed(const MatmulArgs& args, const ragged::Work& work, int64_t x_rows, int multiprocessors,
-                         cudaStream_t stream) {
+cudaError_t launch_typed(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
   Params params{};
   params.args = args;
   params.work = work;
   params.log2_group_blocks = log2_group_blocks(args);
-  params.gather = work.row_mode == RowMode::kIds;
   const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
   if (args.bits == 4) {
-    return small_groups ? launch_shape<Shape<X, 4, true>>(params, x_rows, multiprocessors, stream)
-                        : launch_shape<Shape<X, 4, false>>(params, x_rows, multiprocessors, stream);
+    return small_groups ? launch_shape<Shape<X, 4, true>>(params, multiprocessors, stream)
+                        : launch_shape<Shape<X, 4, false>>(params, multiprocessors, stream);
   }
-  return small_groups ? launch_shape<Shape<X, 8, true>>(params, x_rows, multiprocessors, stream)
-                      : launch_shape<Shape<X, 8, false>>(params, x_rows, multiprocessors, stream);
+  return small_groups ? launch_shape<Shape<X, 8, true>>(params, multiprocessors, stream)
+                      : launch_shape<Shape<X, 8, false>>(params, multiprocessors, stream);
 }
 
 }  // namespace wonly::ragged_warpgroup

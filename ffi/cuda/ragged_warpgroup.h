@@ -8,15 +8,12 @@ namespace wonly::ragged_warpgroup {
 
 constexpr int kTileRows = 32;  // of the plan that `launch` takes
 
-bool supports(const RaggedArgs& args);
+bool supports(const MatmulArgs& args);
 
-// `x_rows`: of x.
-cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int64_t x_rows, int multiprocessors,
-                   cudaStream_t stream);
+// The rows of args.x are in the plan's order.
+cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
 
-cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int64_t x_rows, int multiprocessors,
-                       cudaStream_t stream);
-cudaError_t launch_bf16(const MatmulArgs& args, const ragged::Work& work, int64_t x_rows, int multiprocessors,
-                        cudaStream_t stream);
+cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_bf16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
 
 }  // namespace wonly::ragged_warpgroup

@@ -2,9 +2,8 @@
 
 namespace wonly::ragged_warpgroup {
 
-cudaError_t launch_bf16(const MatmulArgs& args, const ragged::Work& work, int64_t x_rows, int multiprocessors,
-                        cudaStream_t stream) {
-  return launch_typed<__nv_bfloat16>(args, work, x_rows, multiprocessors, stream);
+cudaError_t launch_bf16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
+  return launch_typed<__nv_bfloat16>(args, work, multiprocessors, stream);
 }
 
 }  // namespace wonly::ragged_warpgroup
