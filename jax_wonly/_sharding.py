@@ -3,7 +3,7 @@
 import math
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jax_wonly._format import TILE_N, tile_k
 from jax_wonly._tensor import QuantizedTensor
@@ -88,6 +88,10 @@ def partition_specs(qt: QuantizedTensor, spec: PartitionSpec, mesh) -> Quantized
     """
     if not isinstance(qt, QuantizedTensor):
         raise TypeError(f"jax_wonly: qt is a {type(qt).__name__}; accepted: a QuantizedTensor.")
+    if not all(hasattr(part, "shape") for part in (qt.qvalue, qt.scales)):
+        raise TypeError("jax_wonly: qt has no arrays; accepted: a QuantizedTensor of arrays or jax.ShapeDtypeStruct.")
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"jax_wonly: mesh is a {type(mesh).__name__}; accepted: jax.sharding.Mesh, AbstractMesh.")
     if not isinstance(spec, PartitionSpec):
         raise TypeError(f"jax_wonly: spec is a {type(spec).__name__}; accepted: jax.sharding.PartitionSpec.")
     if len(spec) > qt.ndim:

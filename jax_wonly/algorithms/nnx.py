@@ -427,7 +427,7 @@ def _own_options(method: str) -> list[str]:
 
 
 def _check_method(method: Any, where: str) -> str:
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"jax_wonly: method={method!r} in {where} is not supported; accepted: {', '.join(map(repr, METHODS))}."
         )

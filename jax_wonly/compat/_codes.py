@@ -1,5 +1,6 @@
 """What every format's conversion is made of: bit fields, group sizes, and the way into and out of a QuantizedTensor."""
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -44,9 +45,22 @@ def check_shape(name: str, value, shape: tuple[int | None, ...], why: str = "") 
 
 
 def check_bits_in(bits: object, accepted: tuple[int, ...]) -> int:
-    if bits not in accepted or isinstance(bits, bool):
+    if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)) or bits not in accepted:
         raise ValueError(f"jax_wonly: bits={bits!r} is not supported; accepted: {', '.join(map(str, accepted))}.")
-    return int(bits)  # type: ignore[call-overload]
+    return int(bits)
+
+
+def check_sizes(name: str, value: Any) -> tuple[int, int]:
+    """The sizes ``(N, K)`` of a weight.
+
+    Raises:
+      TypeError: ``value`` is no pair of integers.
+    """
+    try:
+        n, k = (operator.index(size) for size in value)
+    except (TypeError, ValueError):
+        raise TypeError(f"jax_wonly: {name}={value!r} is no pair of integers; accepted: (N, K).") from None
+    return n, k
 
 
 def words_for(count: int, bits: int) -> int:

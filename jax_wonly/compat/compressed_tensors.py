@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jax_wonly._format import check_size
 from jax_wonly._permuted import PermutedTensor
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import check_array
@@ -19,6 +20,7 @@ from jax_wonly.compat._codes import (
     as_words,
     check_bits_in,
     check_shape,
+    check_sizes,
     in_order,
     pack_bits,
     quantized_by_index,
@@ -74,11 +76,14 @@ def decode_packed(
       QuantizedTensor(int4[128, 64], group_size=128, symmetric, scales float32, 4.2 KiB)
     """
     bits = check_bits_in(bits, BITS)
-    n, k = (int(size) for size in shape)
+    n, k = check_sizes("shape", shape)
+    if group_size is not None:
+        check_size("group_size", group_size)
     if n < 1 or k < 1:
         raise ValueError(f"jax_wonly: shape={tuple(shape)}; accepted: (N, K) with N, K >= 1.")
     weight_packed = as_words("weight_packed", weight_packed)
     check_shape("weight_packed", weight_packed, (n, words_for(k, bits)), f"{bits} bits, N={n}, K={k}")
+    check_array("weight_scale", weight_scale)
     check_shape("weight_scale", weight_scale, (n, None))
     groups = weight_scale.shape[-1]
     if not 0 < groups <= k:
@@ -111,6 +116,7 @@ def decode_int8(weight, weight_scale, weight_zero_point=None) -> QuantizedTensor
       QuantizedTensor(int8[128, 64], group_size=128, symmetric, scales bfloat16, 8.1 KiB)
     """
     check_array("weight", weight, ("int8",))
+    check_array("weight_scale", weight_scale)
     check_shape("weight", weight, (None, None))
     n, k = weight.shape[-2:]
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_wonly._format import check_bits
+from jax_wonly._format import check_bits, check_size
 from jax_wonly._validate import check_array, check_choice
 from jax_wonly.compat._codes import nibbles, pack, unpack
 
@@ -137,7 +137,10 @@ def encode(qvalue, *, bits: int, k: int, n: int, arch: int = 80) -> jax.Array:
       >>> faster_transformer.encode(qt.qvalue, bits=8, k=128, n=64).shape
       (128, 64)
     """
-    return pack_bytes(unpack(qvalue, bits, k, n), bits, arch)
+    # Before they are arguments of a compiled function.
+    check_array("qvalue", qvalue, ("uint32",))
+    sizes = check_size("k", k), check_size("n", n)
+    return pack_bytes(unpack(qvalue, check_bits(bits), *sizes), bits, arch)
 
 
 def decode(packed, *, bits: int, k: int, n: int, arch: int = 80) -> jax.Array:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_wonly._format import check_size
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import FLOATS, check_array, check_choice
-from jax_wonly.compat._codes import InexpressibleError, check_bits_in, quantized
+from jax_wonly.compat._codes import InexpressibleError, check_bits_in, check_sizes, quantized
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
 
@@ -30,9 +31,9 @@ def _codes(w_q, scale, zero, shape: tuple[int, int], bits: int, group_size: int 
     """Codes, scales and zeros as matrices ``[N * K / G, G]`` or ``[N * K / G, 1]`` (axis 1), or their transposes."""
     bits = check_bits_in(bits, BITS)
     check_array("w_q", w_q, ("int32", "uint32") if bits == 3 else ("uint8", "int8"))
-    n, k = (int(size) for size in shape)
+    n, k = check_sizes("shape", shape)
     check_choice("axis", axis, (0, 1))
-    size = (n if axis == 0 else k) if group_size is None else int(group_size)
+    size = (n if axis == 0 else k) if group_size is None else check_size("group_size", group_size)
     if n < 1 or k < 1 or size < 1 or n * k % size or (axis == 1 and k % size) or (axis == 0 and n % size):
         raise ValueError(f"jax_wonly: group_size={group_size} does not divide shape={tuple(shape)} along axis {axis}.")
     grid = (n * k // size, size) if axis == 1 else (size, n * k // size)

