@@ -36,7 +36,9 @@ def as_words(name: str, words) -> jax.Array:
 
 
 def check_shape(name: str, value, shape: tuple[int | None, ...], why: str = "") -> None:
-    """Raises ValueError unless the last axes of ``value`` are ``shape``; None stands for any size."""
+    """Raises unless ``value`` is an array whose last axes are ``shape``; None stands for any size."""
+    if not hasattr(value, "shape"):
+        raise TypeError(f"jax_wonly: {name} is a {type(value).__name__}; accepted: an array.")
     found = tuple(value.shape)
     tail = found[len(found) - len(shape) :]
     if len(found) < len(shape) or any(e is not None and e != f for e, f in zip(shape, tail, strict=True)):

@@ -7,7 +7,6 @@
 
 import numpy as np
 
-from jax_wonly._format import check_array
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly.compat._codes import (
     as_words,
@@ -54,7 +53,6 @@ def decode(qweight, qzeros, scales) -> QuantizedTensor:
       QuantizedTensor(int4[128, 64], group_size=128, zeros uint8, scales float32, 4.3 KiB)
     """
     qweight = as_words("qweight", qweight)
-    check_array("scales", scales)
     check_shape("scales", scales, (None, None))
     *_, groups, n = scales.shape
     check_shape("qweight", qweight, (None, n // 8 if n % 8 == 0 else -1), f"scales have N={n}, a multiple of 8")

@@ -83,7 +83,6 @@ def decode_packed(
         raise ValueError(f"jax_wonly: shape={tuple(shape)}; accepted: (N, K) with N, K >= 1.")
     weight_packed = as_words("weight_packed", weight_packed)
     check_shape("weight_packed", weight_packed, (n, words_for(k, bits)), f"{bits} bits, N={n}, K={k}")
-    check_array("weight_scale", weight_scale)
     check_shape("weight_scale", weight_scale, (n, None))
     groups = weight_scale.shape[-1]
     if not 0 < groups <= k:

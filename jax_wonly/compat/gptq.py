@@ -7,7 +7,7 @@ stores ``z - 1`` (modulo ``2**bits``), version 2 stores ``z``.
 
 import numpy as np
 
-from jax_wonly._format import check_array, check_size
+from jax_wonly._format import check_size
 from jax_wonly._permuted import PermutedTensor
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import check_choice
@@ -59,7 +59,6 @@ def decode(
     if group_size is not None:
         check_size("group_size", group_size)
     qweight, qzeros = as_words("qweight", qweight), as_words("qzeros", qzeros)
-    check_array("scales", scales)
     check_shape("scales", scales, (None, None))
     groups, n = scales.shape[-2:]
     check_shape("qweight", qweight, (None, n), "scales have N outputs")

@@ -318,8 +318,8 @@ def check_bad_arguments(function: str, picks: list[tuple[int, int]]) -> None:
     except (TypeError, ValueError, FileNotFoundError) as error:
         text = str(error)
         assert "jax_wonly" in text, f"{type(error).__name__} of another library: {text[:300]}"
-        # Where two do not fit each other, either may be named, a path by itself, and a weight also as one or by its sizes.
-        words = "|".join((*names, "weight", "qw", "K="))
+        # Where two do not fit each other, either may be named; a path by itself, a weight also as one or by its sizes.
+        words = "|".join((*names, "weight", "qw", "scales", "K="))
         said = re.search(rf"\b({words})", text) or str(changed.get("path", "?")) in text
         assert said, f"no argument is named: {text[:300]}"
 
