@@ -8,6 +8,7 @@
 //       X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
 //       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups
 //       the decode kernel: atoms -1, tiles for parts
+//       the tiled kernel: atoms -2, tiles for tokens / 8, warps for splits
 //
 // Time: a CUDA graph of calls that rotate through more than four times the L2 of weights, median over replays.
 
@@ -27,6 +28,7 @@
 #include "cuda/element.cuh"
 #include "cuda/matmul_decode.h"
 #include "cuda/matmul_stream.h"
+#include "cuda/matmul_tiled.h"
 #include "cuda/matmul_warpgroup.h"
 #include "layout.h"
 
@@ -57,14 +59,15 @@ __global__ void fill_floats(void* to, int64_t count, DType type, float low, floa
     store_element(to, i, integer ? rintf(v) : v, type);
   }
 }
-// One thread per output: the sum in float64, and the sum of the terms' magnitudes.
-__global__ void reference(MatmulArgs args, double* sum, double* magnitude) {
+// One thread per output: the sum in float64, that of weights rounded to the type of the activations (zeros taken off
+// first), and the sum of the terms' magnitudes.
+__global__ void reference(MatmulArgs args, double* sum, double* rounded_sum, double* magnitude) {
   const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
   if (i >= args.batch * args.m * args.n) return;
   const int64_t n = i % args.n, m = i / args.n % args.m, b = i / args.n / args.m;
   const int step = tile_k(args.bits);
   const int64_t tiles = ceil_div(args.k, step);
-  double total = 0, size = 0;
+  double total = 0, rounded = 0, size = 0;
   for (int64_t k = 0; k < args.k; ++k) {
     const CodePosition at = code_position(args.bits, k % step, n % kTileN);
     const uint32_t word = args.qw[b * args.qw_batch_stride + (n / kTileN * tiles + k / step) * kTileWords + at.word];
@@ -77,12 +80,16 @@ __global__ void reference(MatmulArgs args, double* sum, double* magnitude) {
     const double w = args.shift_mode == ShiftMode::kOffsets ? code * scale + shift : (code - shift) * scale;
     const double x = load_element(args.x, b * args.x_batch_stride + m * args.k + k, args.x_dtype);
     total += w * x;
+    const float centred = static_cast<float>(args.shift_mode == ShiftMode::kOffsets ? code : code - shift);
+    const float offset = args.shift_mode == ShiftMode::kOffsets ? static_cast<float>(shift) : 0.f;
+    rounded += x * round_to(args.x_dtype, fmaf(round_to(args.x_dtype, centred), static_cast<float>(scale), offset));
     size += (args.shift_mode == ShiftMode::kOffsets ? fabs(code * scale) + fabs(shift) : (code + fabs(shift)) * scale) *
             fabs(x);
   }
-  if (args.has_bias) total += load_element(args.bias, b * args.bias_batch_stride + n, args.bias_dtype);
-  if (args.activation == Activation::kRelu) total = total < 0 ? 0 : total;
-  sum[i] = total;
+  const double bias = args.has_bias ? load_element(args.bias, b * args.bias_batch_stride + n, args.bias_dtype) : 0.f;
+  const bool relu = args.activation == Activation::kRelu;
+  sum[i] = relu && total + bias < 0 ? 0 : total + bias;
+  rounded_sum[i] = relu && rounded + bias < 0 ? 0 : rounded + bias;
   magnitude[i] = size;
 }
 
@@ -111,18 +118,19 @@ int check(int every) {
   const std::vector<Shape> shapes = {{1, 1, 64, 64, 0},      {1, 3, 100, 70, 0},      {2, 7, 96, 33, 32},
                                      {1, 8, 1024, 136, 128}, {3, 5, 512, 192, 256},   {1, 17, 320, 50, 64},
                                      {1, 9, 2048, 257, 32},  {1, 16, 4096, 128, 128}, {1, 33, 1536, 384, 128},
-                                     {1, 2, 33, 1, 0},       {2, 4, 101, 65, 0}};
+                                     {1, 2, 33, 1, 0},       {2, 4, 101, 65, 0},      {2, 300, 832, 520, 64},
+                                     {1, 520, 1032, 300, 0}};
   for (const Shape& s : shapes)
     for (int bits : {4, 8})
       for (DType xt : {DType::kBF16, DType::kF16, DType::kF32})
-        for (int variant = 0; variant < 4; ++variant) {  // symmetric, u8 zeros, float zeros, offsets
+        for (int variant = 0; variant < 5; ++variant) {  // symmetric, u8 zeros, float zeros, offsets, u8 zeros again
           const int64_t groups = s.group ? s.k / s.group : 1;
           const int64_t words = ceil_div(s.n, kTileN) * ceil_div(s.k, tile_k(bits)) * kTileWords;
           const DType st = variant == 1 ? DType::kF32 : xt == DType::kF16 ? DType::kF16 : DType::kBF16;
-          const DType zt = variant == 1 ? DType::kU8 : st;
+          const DType zt = variant % 3 == 1 ? DType::kU8 : st;
           Buffer x(s.b * s.m * s.k * 4), qw(s.b * words * 4), scales(s.b * groups * s.n * 4),
               shift(s.b * groups * s.n * 4), bias(s.b * s.n * 4), y(s.b * s.m * s.n * 4), sum(s.b * s.m * s.n * 8),
-              magnitude(s.b * s.m * s.n * 8);
+              rounded(s.b * s.m * s.n * 8), magnitude(s.b * s.m * s.n * 8), scratch(32 << 20);
           fill(x.data, s.b * s.m * s.k, xt, -0.5f, 1.5f, false, ++seed);
           fill_words<<<256, 256>>>(static_cast<uint32_t*>(qw.data), s.b * words, ++seed);
           fill(scales.data, s.b * groups * s.n, st, 0.005f, 0.02f, false, ++seed);
@@ -130,7 +138,7 @@ int check(int every) {
           if (variant == 3) {
             fill(shift.data, s.b * groups * s.n, zt, -0.2f, 0.1f, false, ++seed);
           } else {
-            fill(shift.data, s.b * groups * s.n, zt, 0.f, top, variant == 1, ++seed);
+            fill(shift.data, s.b * groups * s.n, zt, 0.f, top, zt == DType::kU8, ++seed);
           }
           fill(bias.data, s.b * s.n, DType::kF32, -1.f, 1.f, false, ++seed);
           MatmulArgs args{};
@@ -150,6 +158,7 @@ int check(int every) {
           args.activation = variant == 3 ? Activation::kRelu : Activation::kNone;
           const int64_t count = s.b * s.m * s.n;
           reference<<<static_cast<unsigned>(ceil_div(count, 128)), 128>>>(args, static_cast<double*>(sum.data),
+                                                                          static_cast<double*>(rounded.data),
                                                                           static_cast<double*>(magnitude.data));
           std::vector<double> want(count), size(count);
           std::vector<float> got(count);
@@ -169,7 +178,9 @@ int check(int every) {
             }
             ++cases;
             worst = std::max(worst, error);
-            if (!(error < (xt == DType::kF32 ? 2e-6 : 1e-6)) && ++failed <= 20) {
+            // A weight that lies between two numbers may be rounded the other way.
+            const double bound = std::strcmp(kernel, "tiled") == 0 ? 2e-5 : xt == DType::kF32 ? 2e-6 : 1e-6;
+            if (!(error < bound) && ++failed <= 20) {
               std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d %s %d %d %d %d: %g\n", s.b, s.m, s.k,
                           s.n, s.group, bits, int(xt), variant, kernel, p0, p1, p2, p3, error);
             }
@@ -193,6 +204,20 @@ int check(int every) {
                 compare("decode", cluster, parts, 0, 0,
                         [&] { return decode::launch(args, {cluster, parts}, shared_share(device, 1), nullptr); });
               }
+          }
+          if (device.architecture == 90 && tiled::supports(args)) {
+            // Its own reference: each weight is rounded, which is no error of the sum.
+            std::vector<double> exact(count);
+            CHECK(cudaMemcpy(exact.data(), rounded.data, count * 8, cudaMemcpyDeviceToHost));
+            want.swap(exact);
+            args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
+            for (int splits : {1, 2, 3})
+              for (int multiprocessors : {4, 12, device.multiprocessors}) {
+                if (splits > ceil_div(s.k, tiled::kStageInputs)) continue;
+                compare("tiled", splits, multiprocessors, 0, 0,
+                        [&] { return tiled::launch(args, {multiprocessors, splits}, nullptr); });
+              }
+            want.swap(exact);
           }
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
           for (int tokens : {16, 32, 64, 128})
@@ -257,10 +282,12 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
     const int64_t words = ceil_div(n, kTileN) * ceil_div(k, tile_k(bits)) * kTileWords;
     const DType st = xt == DType::kF16 ? DType::kF16 : DType::kBF16;
     const int copies = static_cast<int>(std::max<int64_t>(4, ceil_div(int64_t{220} << 20, words * 4)));
-    Buffer qw(copies * words * 4), scales(copies * groups * n * 2), x(512 * k * 4), y(512 * n * 4);
+    int64_t most = 0;
+    for (const std::string& m_text : split(ms)) most = std::max<int64_t>(most, std::atoll(m_text.c_str()));
+    Buffer qw(copies * words * 4), scales(copies * groups * n * 2), x(most * k * 4), y(most * n * 4), scratch(32 << 20);
     fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
     fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
-    fill(x.data, 512 * k, xt, -1.f, 1.f, false, 9);
+    fill(x.data, most * k, xt, -1.f, 1.f, false, 9);
     for (const std::string& m_text : split(ms)) {
       const int64_t m = std::atoll(m_text.c_str());
       std::vector<MatmulArgs> calls;
@@ -314,6 +341,14 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
             report(0, tokens / 8, warpgroups, cluster, 1,
                    graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
           }
+      for (int splits = 1; splits <= 8; ++splits) {
+        if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 64) continue;
+        const tiled::Config config{device.multiprocessors, splits};
+        for (MatmulArgs& args : calls) args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
+        if (splits > k / tiled::kStageInputs || tiled::launch(calls[0], config, s) != cudaSuccess) continue;
+        report(-2, tiled::kTileTokens / 8, splits, tiled::kClusterCtas, 1,
+               graph_us(calls, [&](const MatmulArgs& args) { return tiled::launch(args, config, s); }, s));
+      }
       std::fflush(stdout);
     }
   }

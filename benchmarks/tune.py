@@ -78,6 +78,8 @@ def main() -> None:
         for us, gbps, (strips, tiles, warps, cluster, ctas) in sorted(rows)[: args.top]:
             if strips == "-1":
                 name = f"decode: {tiles} parts, cluster {cluster}"
+            elif strips == "-2":
+                name = f"tiled: {warps} splits"
             elif strips == "0":
                 name = f"warpgroup: {8 * int(tiles)} tokens, {warps} warpgroups, cluster {cluster}"
             else:

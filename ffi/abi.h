@@ -3,8 +3,9 @@
 // Custom calls (a name with its operands, attributes and results is a versioned interface: exported programs hold it):
 //
 //   wonly_matmul_v1(x[Bx, M, K], qw u32[Bw, Nt, Kt, 512], scales[Bs, G, N], (shift[Bz, G, N]), (bias[Bb, N]))
-//       -> y[B, M, N]
-//     bits, shift_mode, has_bias, activation: int64 attributes. Every leading size is 1 or B.
+//       -> y[B, M, N], (scratch s32[S])
+//     bits, shift_mode, has_bias, activation: int64 attributes. Every leading size is 1 or B. Scratch, of any size,
+//     lets the kernels of CUDA that need some run.
 //   wonly_quantize_v1(w[B, K, N]) -> qw u32[B, Nt, Kt, 512], scales[B, G, N], (shift[B, G, N])
 //     bits, group_size, quantize_mode
 //   wonly_dequantize_v1(qw, scales, (shift)) -> w[B, K, N]

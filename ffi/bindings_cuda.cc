@@ -64,8 +64,8 @@ ffi::Error launched(const char* what, cudaError_t status) {
 }
 
 ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
-                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t shift_mode,
-                  int64_t has_bias, int64_t activation) {
+                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets scratch, int64_t bits,
+                  int64_t shift_mode, int64_t has_bias, int64_t activation) {
   MatmulOperands operands;
   WONLY_RETURN_IF_ERROR(check_matmul(x, qw, scales, rest, *y, bits, shift_mode, has_bias, activation, operands));
   const WeightOperands& weights = operands.weights;
@@ -85,6 +85,12 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   args.y_dtype = operands.y.type;
   args.has_bias = has_bias == 1;
   args.activation = operands.activation;
+  if (scratch.size() > 0) {
+    auto room = *scratch.get<ffi::AnyBuffer>(0);
+    WONLY_RETURN_IF_ERROR(check_type("scratch", *room, ffi::S32));
+    args.scratch = room->untyped_data();
+    args.scratch_bytes = static_cast<int64_t>(room->size_bytes());
+  }
   return launched("the product", launch_matmul(args, stream));
 }
 

@@ -91,6 +91,7 @@ auto bind_matmul() {
       .template Arg<ffi::AnyBuffer>()  // scales
       .RemainingArgs()                 // shift, bias
       .template Ret<ffi::AnyBuffer>()  // y
+      .RemainingRets()                 // scratch
       .template Attr<int64_t>("bits")
       .template Attr<int64_t>("shift_mode")
       .template Attr<int64_t>("has_bias")

@@ -46,6 +46,18 @@ class RowMode(IntEnum):
     IDS = 1
 
 
+def matmul_scratch(batch: int, m: int, n: int) -> int:
+    """Words of scratch with which a product of many tokens runs fastest on CUDA: the float32 sums of shared tiles.
+
+    As ``tiled::scratch_bytes`` in ``ffi/cuda/matmul_tiled.h`` for all tiles that clusters may share, at most 21 MB.
+    """
+    tile = 256
+    if m <= tile // 2:
+        return 0
+    tiles = batch * -(-m // tile) * -(-n // tile)
+    return 1024 + min(7 * tiles, 80) * tile * tile
+
+
 def ragged_scratch(rows, experts: int, ordered: int = 0):
     """Words of scratch that a ragged product has on CUDA; ``rows`` may be symbolic. Besides what its plan takes, room
     for the rows of the activations in the order of their experts, ``ordered`` words each.

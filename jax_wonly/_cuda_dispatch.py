@@ -17,6 +17,7 @@ _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
 _WARPGROUP = 560e6  # operations per microsecond of the warpgroup kernel where arithmetic binds it
 _WARPGROUP_TOKENS = 128  # that share one pass over the weights
+_TILE = 256  # tokens and outputs of a tile of the tiled kernel
 _STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 _STREAM_FLOAT32 = 1.1e6
 STREAM_TOKENS = 16
@@ -50,6 +51,37 @@ def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMod
     return _has_warpgroups() and exact and aligned and jnp.dtype(x_dtype).itemsize == 2
 
 
+def _tiled_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+    """As ``tiled::supports`` in ``ffi/cuda/matmul_tiled.cu``, which has the last word."""
+    same = jnp.dtype(x_dtype).itemsize == 2 and scale_dtype == x_dtype
+    return (
+        _has_warpgroups()
+        and k % 8 == 0
+        and same
+        and (shift_mode == ShiftMode.NONE or shift_dtype in (jnp.uint8, x_dtype))
+    )
+
+
+def _warpgroup(m: int, k: int, n: int, batch: int, weights: float) -> float:
+    tokens = m if m <= _WARPGROUP_TOKENS else -(-m // _WARPGROUP_TOKENS) * _WARPGROUP_TOKENS
+    return max(weights / _MEMORY, tokens * 2.0 * batch * n * k / _WARPGROUP)
+
+
+def _stream(m: int, weights: float, wide: bool) -> float:
+    return -(-m // STREAM_TOKENS) * weights / (_STREAM_FLOAT32 if wide else _STREAM)
+
+
+def _tiled(m: int, k: int, n: int, batch: int) -> float:
+    """Microseconds of the tiled kernel: ``choose`` in ``ffi/cuda/matmul.cu``."""
+    clusters = _gpu()[1] // 2
+    stages = -(-k // 64)
+    waves, rest = divmod(batch * -(-m // _TILE) * -(-n // _TILE), clusters)
+    wave = stages * 0.66 + 2.5
+    splits = range(2, min(8, stages // 8, clusters // max(rest, 1)) + 1)
+    last = min([wave, *(wave / split + 8.7 + 2.1 * (split - 2) for split in splits)]) if rest else 0.0
+    return 3 + waves * wave + last
+
+
 def kernel(
     m: int,
     k: int,
@@ -76,8 +108,16 @@ def kernel(
     ):
         return "matmul_decode"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
-    if (m > _MMA_TOKENS or wide) and _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        return "matmul_warpgroup"
+    if m > _MMA_TOKENS or wide:
+        weights = batch * n * k * bits / 8
+        exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
+        other = _warpgroup(m, k, n, batch, weights) if exact else _stream(m, weights, False)
+        enough = m > (_WARPGROUP_TOKENS if exact else STREAM_TOKENS)
+        if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
+            if _tiled(m, k, n, batch) < other:
+                return "matmul_tiled"
+        if exact:
+            return "matmul_warpgroup"
     return "matmul_stream"
 
 
@@ -91,10 +131,11 @@ def estimate(
     dense_bytes = weights + batch * n * k * jnp.dtype(x_dtype).itemsize
     dense = dense_bytes / _MEMORY + m * operations / (_DENSE_FLOAT32 if wide else _DENSE)
     if _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        tokens = m if m <= _WARPGROUP_TOKENS else -(-m // _WARPGROUP_TOKENS) * _WARPGROUP_TOKENS
-        fused = max(weights / _MEMORY, tokens * operations / _WARPGROUP)
+        fused = _warpgroup(m, k, n, batch, weights)
     else:
-        fused = -(-m // STREAM_TOKENS) * weights / (_STREAM_FLOAT32 if wide else _STREAM)
+        fused = _stream(m, weights, wide)
+    if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
+        fused = min(fused, _tiled(m, k, n, batch))
     return fused, dense
 
 

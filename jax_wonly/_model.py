@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_wonly._format import TILE_N
-from jax_wonly._quantize import dequantize
+from jax_wonly._quantize import _all_finite, dequantize, jit_within_memory
 from jax_wonly._quantize import quantize as quantize_array
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import FLOATS
@@ -205,7 +205,7 @@ def check_quantizable(plan: Iterable[tuple[str, Any, tuple[int, ...], Mapping[st
     """
     checked = set()
     for path, kernel, shape, options in plan:
-        if isinstance(kernel, jax.Array) and not isinstance(kernel, Tracer) and not _finite(kernel):
+        if isinstance(kernel, jax.Array) and not isinstance(kernel, Tracer) and not _all_finite(kernel):
             raise ValueError(f"jax_wonly: the kernel of {path} holds NaN or Inf; accepted: finite values.")
         key = (shape, kernel.dtype, repr(sorted(options.items())))
         if key in checked:
@@ -292,16 +292,11 @@ def relative_error(dense: jax.Array, weight: QuantizedTensor) -> float:
     return math.sqrt(float(sums[0]) / max(float(sums[1]), float(jnp.finfo(jnp.float32).tiny)))
 
 
-@jax.jit
+@jit_within_memory
 def _error_sums(dense: jax.Array, weight: QuantizedTensor) -> jax.Array:
     dense = dense.astype(jnp.float32)
     difference = dequantize(weight).astype(jnp.float32) - dense
     return jnp.stack([jnp.sum(difference**2), jnp.sum(dense**2)])
-
-
-@jax.jit
-def _finite(kernel: jax.Array) -> jax.Array:
-    return jnp.isfinite(kernel).all()
 
 
 def nbytes(array: Any) -> int:

@@ -23,6 +23,9 @@ from jax_wonly._validate import (
 from jax_wonly.primitives.dequantize import dequantize_p
 from jax_wonly.primitives.quantize import quantize_p
 
+# For what reads a whole weight: XLA tries out its fusions on copies of what they read.
+jit_within_memory = partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+
 MODES = {mode.name.lower(): mode for mode in QuantizeMode}
 
 
@@ -98,7 +101,7 @@ def quantize(
     return QuantizedTensor(qvalue, scales, zeros, offsets, bits=bits, k=k, n=n)
 
 
-@jax.jit
+@jit_within_memory
 def _all_finite(w):
     return jnp.isfinite(w).all()
 

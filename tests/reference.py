@@ -146,7 +146,8 @@ def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtyp
     """Holds ``y`` to ``activation(x @ w + bias)`` in float64.
 
     The bound is float32 accumulation of the magnitudes that are added up, one rounding of the result, and, where
-    weights may be rounded to 16 bits on the way (``rounded_weights``), the random walk of those roundings.
+    weights may be rounded to 16 bits on the way (``rounded_weights``), the random walk of those roundings, in steps of
+    many weights at once: those of a group and code are rounded alike.
     """
     out_dtype = str(out_dtype or x.dtype)
     assert str(y.dtype) == out_dtype, (y.dtype, out_dtype)
@@ -158,7 +159,7 @@ def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtyp
     bound = 2.0**-21 * max(1.0, np.sqrt(k) / 8) * (np.abs(x64) @ weight.magnitude)
     if rounded_weights and str(x.dtype) != "float32":
         unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[str(x.dtype)]
-        bound = bound + 3 * unit * np.sqrt((x64**2) @ (weight.dense**2))
+        bound = bound + 8 * unit * np.sqrt((x64**2) @ (weight.dense**2))
     if bias is not None:
         b = np.asarray(bias).astype(np.float64)[..., None, :]
         exact, bound = exact + b, bound + 2.0**-23 * np.abs(b)

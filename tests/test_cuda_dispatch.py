@@ -23,13 +23,13 @@ def test_few_tokens_are_fused(x, shape):
     assert all(choose(m, *shape, x=x) for m in (1, 8, 16))
 
 
-def test_many_tokens_are_dense(warpgroups):
-    assert not choose(8192)
-    # Where the weights are read again for every 16 tokens, the dense product wins much earlier.
-    assert choose(512) == warpgroups
-    assert not choose(512, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16)
-    assert not choose(512, mode=ShiftMode.ZEROS, shift=jnp.bfloat16)
-    assert choose(512, mode=ShiftMode.ZEROS, shift=jnp.uint8) == warpgroups
+def test_many_tokens(warpgroups):
+    # Where the weights are read again for every 16 tokens, the dense product wins early.
+    for m in (512, 8192):
+        assert choose(m) == warpgroups
+        assert choose(m, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == warpgroups
+        assert choose(m, mode=ShiftMode.ZEROS, shift=jnp.uint8) == warpgroups
+        assert not choose(m, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16)
 
 
 @pytest.mark.parametrize("mode", [ShiftMode.NONE, ShiftMode.OFFSETS])

@@ -255,8 +255,8 @@ ffi::Error run_batches(ffi::ThreadPool& pool, const Engine& engine, const Matmul
 }
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
-                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t shift_mode,
-                  int64_t has_bias, int64_t activation) {
+                  ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets /*scratch*/, int64_t bits,
+                  int64_t shift_mode, int64_t has_bias, int64_t activation) {
   std::string message;
   const Engine* engine = active_engine(message);
   if (engine == nullptr) return invalid(message);

@@ -6,6 +6,7 @@
 #include "cuda/matmul.h"
 #include "cuda/matmul_decode.h"
 #include "cuda/matmul_stream.h"
+#include "cuda/matmul_tiled.h"
 #include "cuda/matmul_warpgroup.h"
 #include "layout.h"
 
@@ -47,7 +48,7 @@ struct WarpgroupCost {
   float start;         // until the first product, and from the last to the result
 };
 constexpr WarpgroupCost kWarpgroupCosts[] = {
-    {16, 2, 0.41f, 0.75f, 3.f}, {32, 2, 0.44f, 0.76f, 3.f}, {64, 2, 0.55f, 0.f, 3.f}, {128, 2, 0.83f, 0.f, 3.f},
+    {16, 2, 0.41f, 0.75f, 3.f}, {32, 2, 0.44f, 0.76f, 3.f}, {64, 2, 0.55f, 0.f, 3.f}, {128, 2, 0.74f, 0.f, 6.f},
     {16, 4, 0.56f, 0.f, 4.f},   {32, 4, 0.66f, 0.f, 4.f},   {64, 4, 0.90f, 0.f, 4.f},
 };
 constexpr float kClusterStart = 1.6f;
@@ -55,11 +56,11 @@ constexpr float kBytesPerMicrosecond = 2.6e6f;
 // Of all multiprocessors, those that clusters of 1, 2, 3 and 4 CTAs can use: a cluster lies in one part of the chip.
 constexpr float kClusterShare[] = {1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f};
 
-warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
+// Sets the fastest configuration, and returns the microseconds that it is expected to take.
+float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* config) {
   const float stages = static_cast<float>(ceil_div(args.k, 128));
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / kBytesPerMicrosecond;
-  warpgroup::Config best{};
   float least = 0.f;
   for (const WarpgroupCost& cost : kWarpgroupCosts) {
     if (cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
@@ -73,11 +74,50 @@ warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device)
       const float us = std::max(walking, reading) + waves * (cost.start + (cluster > 1 ? kClusterStart : 0.f));
       if (least == 0.f || us < least) {
         least = us;
-        best = {cost.tokens, cost.warpgroups, cluster, device.multiprocessors};
+        *config = {cost.tokens, cost.warpgroups, cluster, device.multiprocessors};
       }
     }
   }
-  return best;
+  return least;
+}
+
+// The tiled kernel, in the same units: a stage of 64 inputs while all multiprocessors work, what a wave and the kernel
+// add, and what it takes to hand sums over.
+constexpr float kTiledStage = 0.66f, kTiledWave = 2.5f, kTiledStart = 3.f, kTiledSplit = 8.7f, kTiledMoreSplits = 2.1f;
+// Fewer tokens keep the exact products of the other kernels.
+constexpr int64_t kTiledTokens = 129;
+constexpr int kTiledMostSplits = 8, kTiledLeastStages = 8;  // of a cluster
+
+float choose(const MatmulArgs& args, const Device& device, tiled::Config* config) {
+  const int64_t tiles = args.batch * ceil_div(args.m, tiled::kTileTokens) * ceil_div(args.n, tiled::kTileOutputs);
+  const int64_t clusters = device.multiprocessors / tiled::kClusterCtas, rest = tiles % clusters;
+  const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
+  const float wave = static_cast<float>(stages) * kTiledStage + kTiledWave;
+  float least = 0.f;
+  for (int splits = 1; splits <= kTiledMostSplits; ++splits) {
+    if (splits > 1 && (rest == 0 || rest * splits > clusters || stages < splits * kTiledLeastStages ||
+                       tiled::scratch_bytes(rest, splits) > args.scratch_bytes)) {
+      break;
+    }
+    float last = rest == 0 ? 0.f : wave;
+    if (splits > 1) {
+      last = wave / static_cast<float>(splits) + kTiledSplit + static_cast<float>(splits - 2) * kTiledMoreSplits;
+    }
+    const float us = kTiledStart + static_cast<float>(tiles / clusters) * wave + last;
+    if (least == 0.f || us < least) {
+      least = us;
+      *config = {device.multiprocessors, splits};
+    }
+  }
+  return least;
+}
+
+// The streaming kernel reads the weights again for every 16 tokens.
+constexpr int64_t kStreamPass = 16;
+float stream_us(const MatmulArgs& args) {
+  constexpr float kStreamBytesPerMicrosecond = 1.4e6f;
+  return static_cast<float>(ceil_div(args.m, kStreamPass) * args.batch * args.n * args.k * args.bits / 8) /
+         kStreamBytesPerMicrosecond;
 }
 
 // Below this many bytes of weights preparing the activations takes longer than their cheaper products save.
@@ -112,8 +152,15 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   // Eight bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor
   // has a CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
-  if (device.architecture == 90 && (args.m > kStreamTokens || wide) && warpgroup::supports(args)) {
-    return warpgroup::launch(args, warpgroup_config(args, device), stream);
+  if (device.architecture == 90 && (args.m > kStreamTokens || wide)) {
+    warpgroup::Config warpgroups{};
+    const bool exact = warpgroup::supports(args);
+    const float us = exact ? choose(args, device, &warpgroups) : stream_us(args);
+    if (args.m >= (exact ? kTiledTokens : kStreamPass + 1) && tiled::supports(args)) {
+      tiled::Config tiles{};
+      if (choose(args, device, &tiles) < us) return tiled::launch(args, tiles, stream);
+    }
+    if (exact) return warpgroup::launch(args, warpgroups, stream);
   }
   stream::Config config = stream_config(args, device);
   // Less shared memory than on the tuned devices: fewer warps, then narrower strips, until two stages fit.

@@ -19,6 +19,8 @@ struct MatmulArgs {
   const void* shift;   // [B, groups, N], null without
   const void* bias;    // [B, N], null without
   void* y;
+  void* scratch;  // room for partial sums, as much as there is
+  int64_t scratch_bytes;
   int64_t batch;
   int64_t x_batch_stride, qw_batch_stride, scales_batch_stride, shift_batch_stride, bias_batch_stride;
   int64_t m, k, n, groups;

@@ -21,6 +21,7 @@
 #include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ptx_sm90.cuh"
+#include "cuda/tensor_map.h"
 #include "dequant/convert.h"
 #include "layout.h"
 
@@ -404,9 +405,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   __trap();
 #endif
 }
-
-// The activations as the copy engine sees them: [batch, m, k], boxes of kTokens x 64.
-cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map);
 
 template <typename S>
 cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {

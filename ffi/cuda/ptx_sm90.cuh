@@ -56,6 +56,16 @@ __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;\n" ::"n"(kBarrier) : "memory");
 }
 
+// A counter in global memory: what a thread that reads it finds written is what was written before the addition.
+__device__ __forceinline__ void add_release(uint32_t* counter, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 // Four 8 x 8 matrices of 16-bit numbers, transposed: lane l holds two neighbours of column l / 4 of each, and gives the
 // address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices_transposed(void* shared, const uint32_t (&m)[4]) {

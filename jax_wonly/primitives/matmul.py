@@ -121,7 +121,7 @@ def _via_dense(dequantized, x, qw, scales, *rest, p: Params) -> jax.Array:
     return _dense(x, w, bias, p)
 
 
-def _kernel(x, qw, scales, *rest, p: Params) -> jax.Array:
+def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     """The fused custom call."""
     # The kernels write the activations' type or float32; the rare third type is a conversion of the latter.
     dtype = p.out_dtype if p.out_dtype in (x.dtype, jnp.float32) else jnp.dtype(jnp.float32)
@@ -129,8 +129,12 @@ def _kernel(x, qw, scales, *rest, p: Params) -> jax.Array:
     if not p.transpose:
         attributes |= {"has_bias": np.int64(p.has_bias), "activation": np.int64(p.activation)}
     target = _abi.MATMUL_TRANSPOSED if p.transpose else _abi.MATMUL
-    result = jax.ShapeDtypeStruct(_result_shape(x, qw, scales, *rest, p=p), dtype)
-    return jax.ffi.ffi_call(target, result)(x, qw, scales, *rest, **attributes).astype(p.out_dtype)
+    shape = _result_shape(x, qw, scales, *rest, p=p)
+    results = [jax.ShapeDtypeStruct(shape, dtype)]
+    if platform == "cuda" and not p.transpose and x.dtype.itemsize == 2 and all(isinstance(s, int) for s in shape):
+        if scratch := _abi.matmul_scratch(*shape):
+            results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
+    return jax.ffi.ffi_call(target, results)(x, qw, scales, *rest, **attributes)[0].astype(p.out_dtype)
 
 
 def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
@@ -176,7 +180,7 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
     p = params
     shift, _ = split_rest(rest, p.shift_mode)
     if _prefers_kernel(x, qw, scales, shift, p, platform):
-        return _kernel(x, qw, scales, *rest, p=p)
+        return _kernel(x, qw, scales, *rest, p=p, platform=platform)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
 
 

@@ -10,6 +10,7 @@ from matmul_cases import (
     check_epilogue,
     check_gradients,
     check_non_finite,
+    rounds_weights,
 )
 from reference import DTYPES, MODES, assert_product, random_weight, random_x
 
@@ -45,7 +46,22 @@ def test_rows(rng, m, x_dtype, implementation):
         weight = random_weight(rng, k, n, bits=bits, group_size=128, mode=mode)
         x = random_x(rng, (m, k), x_dtype)
         y = jw.matmul(x, weight.qt, implementation=implementation)
-        assert_product(y, x, weight, rounded_weights=implementation is None)
+        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, m=m, mode=mode))
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows(rng, bits, mode, x_dtype, group_size):
+    """Several tiles each way, with scales of the type of the activations, and tiles that CTAs share the inputs of."""
+    k, n, m = (1032 if group_size is None else 1152), 2120, 700
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=x_dtype)
+    x = random_x(rng, (m, k), x_dtype)
+    product = jax.jit(lambda x, qt: jw.matmul(x, qt, activation="relu", implementation="cuda"))
+    y = product(x, weight.qt)
+    assert_product(y, x, weight, activation="relu", rounded_weights=True)
+    np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (y, product(x, weight.qt))))
 
 
 @pytest.mark.parametrize("implementation", ["xla", "dequantize"])

@@ -1,0 +1,40 @@
+#include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+#include "cuda/tensor_map.h"
+
+namespace wonly {
+namespace {
+
+// The driver's function, looked up through the runtime so that the module does not link to the driver's library.
+PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
+  static const auto function = [] {
+    void* address = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found);
+    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(address)
+               : nullptr;
+  }();
+  return function;
+}
+
+}  // namespace
+
+cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map) {
+  const auto encode = encode_function();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const auto type = args.x_dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(args.k), static_cast<cuuint64_t>(args.m),
+                               static_cast<cuuint64_t>(args.x_batch_stride == 0 ? 1 : args.batch)};
+  const cuuint64_t strides[2] = {sizes[0] * 2, sizes[0] * sizes[1] * 2};
+  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(tokens), 1};
+  const cuuint32_t element_strides[3] = {1, 1, 1};
+  const CUresult result = encode(map, type, 3, const_cast<void*>(args.x), sizes, strides, box, element_strides,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace wonly
