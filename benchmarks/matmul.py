@@ -26,9 +26,20 @@ def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
     return {"k": k, "n": n, "m": m, "dtype": dtype, "bits": bits, "group_size": group_size, "mode": mode}
 
 
+# Schemes that a product of many tokens treats apart.
+MANY = (
+    {"dtype": "float16"},
+    {"mode": "integer_zeros"},
+    {"mode": "offsets"},
+    {"group_size": 32},
+    {"group_size": None},
+    {"bits": 8},
+)
+
 SUITES = {
     "decode": [case(k, n, m) for k, n in TABLE for m in (1, 2, 4, 8, 16, 32, 64)],
-    "large": [case(k, n, m) for k, n in TABLE for m in (128, 256, 512, 1024, 4096)],
+    "large": [case(k, n, m) for k, n in TABLE for m in (128, 256, 512, 1024, 2048, 4096, 8192)]
+    + [case(8192, 8192, 1024, **scheme) for scheme in MANY],
     "schemes": [
         case(8192, 8192, m, **scheme)
         for m in (1, 16, 64)
@@ -49,6 +60,7 @@ SUITES = {
     "shapes": [case(k, n, m) for k, n in OTHERS for m in (1, 16, 64)]
     + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)]
     + [case(4128, 4096, m, group_size=32) for m in (1, 16)],
+    "batch": [case(4096, 4096, m) | {"batch": 8} for m in (1, 8, 16, 64)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
 }
 
@@ -73,14 +85,14 @@ def main() -> None:
     require_gpu("matmul.py")
 
     rows: dict[tuple, dict] = {}
-    identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m")
+    identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m", "batch")
     if args.append and args.output.is_file():
-        rows = {tuple(row[i] for i in identity): row for row in json.loads(args.output.read_text())["rows"]}
+        rows = {tuple(row.get(i) for i in identity): row for row in json.loads(args.output.read_text())["rows"]}
     cases = [options for suite in args.suite for options in SUITES[suite]]
     dense_cache: dict = {}
     for options in progress(cases, label="products"):
         row = measure(options, args.rounds, args.calls, dense_cache)
-        rows[tuple(row[i] for i in identity)] = row
+        rows[tuple(row.get(i) for i in identity)] = row
         save(args.output, list(rows.values()), args.commit)
     for row in rows.values():
         print(

@@ -195,18 +195,23 @@ class Product:
         xla: bool,
         copies: Callable[[int], int],
         dense_cache: dict,
+        batch: int = 1,
     ):
-        """``copies`` says for a number of bytes how many weights take turns; ``dense_cache`` keeps those of a shape."""
+        """``copies`` says for a number of bytes how many weights take turns; ``dense_cache`` keeps those of a shape.
+        ``batch`` weights, each with its own activations, are one product."""
         dtype = jnp.dtype(dtype)
         key, counter = jax.random.key(m), itertools.count()
 
         def random(shape, scale=1.0):
             return _normal(key, next(counter), scale, shape=shape, dtype=dtype)
 
-        dense_key = (k, n, dtype)
+        lead = () if batch == 1 else (batch,)
+        dense_key = (*lead, k, n, dtype)
         if dense_key not in dense_cache:
             dense_cache.clear()
-            dense_cache[dense_key] = [random((k, n), k**-0.5) for _ in range(copies(k * n * dtype.itemsize))]
+            dense_cache[dense_key] = [
+                random((*lead, k, n), k**-0.5) for _ in range(copies(batch * k * n * dtype.itemsize))
+            ]
         dense = dense_cache[dense_key]
         scale_dtype = jnp.bfloat16 if dtype == jnp.float32 and jax.default_backend() == "gpu" else dtype
         options: Mapping[str, Any] = {"bits": bits, "group_size": group_size, "mode": mode, "scale_dtype": scale_dtype}
@@ -214,8 +219,8 @@ class Product:
         # Copies of the codes rotate; their values are those of the dense weights.
         first = compiled(dense[0])
         quantized = [first, *(compiled(dense[i % len(dense)]) for i in range(1, copies(first.nbytes)))]
-        xs = [random((m, k)) for _ in range(2)]
-        self.moved = first.nbytes + (m * k + m * n) * dtype.itemsize
+        xs = [random((*lead, m, k)) for _ in range(2)]
+        self.moved = first.nbytes + batch * (m * k + m * n) * dtype.itemsize
         self.ours = Calls(matmul, [(xs[i % 2], qt) for i, qt in enumerate(quantized)])
         self.dense = Calls(jnp.matmul, [(xs[i % 2], w) for i, w in enumerate(dense)])
         self.xla: Calls | None = None
@@ -238,6 +243,8 @@ class Product:
             "n": n,
             "m": m,
         }
+        if batch > 1:
+            self.facts |= {"op": "batched_matmul", "batch": batch}
 
     @property
     def contenders(self) -> list[Calls]:
