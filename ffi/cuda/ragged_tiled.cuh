@@ -21,6 +21,7 @@
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_tiled.h"
+#include "cuda/tensor_map.h"
 #include "dequant/convert.h"
 #include "layout.h"
 
@@ -476,7 +477,7 @@ cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream
   CUtensorMap map;
   MatmulArgs x = params.args;
   x.m = params.work.m;
-  if (cudaError_t error = warpgroup::describe_activations(x, kBoxRows, &map); error != cudaSuccess) return error;
+  if (cudaError_t error = describe_activations(x, kBoxRows, &map); error != cudaSuccess) return error;
   params.row_tiles = static_cast<int>(ceil_div(params.args.n, kCluster * kRows));
   const int64_t tiles = ragged::most_tiles(params.work) * params.row_tiles;
   LaunchShape shape;

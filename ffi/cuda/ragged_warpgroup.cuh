@@ -10,6 +10,7 @@
 #include "cuda/matmul_warpgroup.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_warpgroup.h"
+#include "cuda/tensor_map.h"
 
 namespace wonly::ragged_warpgroup {
 
@@ -367,7 +368,7 @@ cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream
   CUtensorMap map;
   MatmulArgs x = params.args;
   x.m = params.work.m;
-  if (cudaError_t error = warpgroup::describe_activations(x, kColumns, &map); error != cudaSuccess) return error;
+  if (cudaError_t error = describe_activations(x, kColumns, &map); error != cudaSuccess) return error;
   params.row_blocks = static_cast<int>(ceil_div(params.args.n, S::kRows));
   LaunchShape shape;
   shape.grid = dim3(
