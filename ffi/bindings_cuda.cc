@@ -14,6 +14,7 @@
 
 #include "calls.h"
 #include "cuda/matmul.h"
+#include "cuda/matmul_transposed.h"
 #include "cuda/quantize.h"
 #include "cuda/ragged.h"
 #include "dequant/selftest.h"
@@ -127,6 +128,26 @@ ffi::Error ragged_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer q
   return launched("the ragged product", launch_ragged_matmul(args, stream));
 }
 
+ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                             ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx, int64_t bits,
+                             int64_t shift_mode) {
+  MatmulOperands operands;
+  WONLY_RETURN_IF_ERROR(check_matmul_transposed(dy, qw, scales, rest, *dx, bits, shift_mode, operands));
+  const WeightOperands& weights = operands.weights;
+  WONLY_RETURN_IF_ERROR(check_sizes(operands.batch, operands.m, weights.k, weights.n, weights.groups));
+  if (dx->element_count() == 0) return ffi::Error::Success();
+  MatmulArgs args{};
+  set_weights(args, weights);
+  args.x = operands.x.data;
+  args.y = operands.y.data;
+  args.batch = operands.batch;
+  args.x_batch_stride = operands.x.stride;
+  args.m = operands.m;
+  args.x_dtype = operands.x.type;
+  args.y_dtype = operands.y.type;
+  return launched("the transposed product", launch_matmul_transposed(args, stream));
+}
+
 ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> qw,
                     ffi::Result<ffi::AnyBuffer> scales, ffi::RemainingRets rest, int64_t bits, int64_t group_size,
                     int64_t quantize_mode) {
@@ -185,6 +206,8 @@ using Stream = ffi::PlatformStream<cudaStream_t>;
 
 XLA_FFI_DEFINE_HANDLER(kMatmul, matmul, bind_matmul<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kRaggedMatmul, ragged_matmul, bind_ragged_matmul<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kMatmulTransposed, matmul_transposed, bind_matmul_transposed<Stream>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kQuantize, quantize, bind_quantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kDequantize, dequantize, bind_dequantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kSelftestConversions_, selftest_conversions,
@@ -201,6 +224,7 @@ nb::dict registrations() {
   nb::dict targets;
   targets["wonly_matmul_v1"] = capsule(kMatmul);
   targets["wonly_ragged_matmul_v1"] = capsule(kRaggedMatmul);
+  targets["wonly_matmul_transposed_v1"] = capsule(kMatmulTransposed);
   targets["wonly_quantize_v1"] = capsule(kQuantize);
   targets["wonly_dequantize_v1"] = capsule(kDequantize);
   targets["wonly_selftest_conversions_v1"] = capsule(kSelftestConversions_);

@@ -27,6 +27,9 @@ _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 _DECODE_TOKENS = 2
 _DECODE_BYTES = 24 << 20
 _MMA_TOKENS = 8  # that one tile of the streaming kernel holds
+# Rows up to which the streaming kernel of the transposed product is expected to be at least as fast.
+_TRANSPOSED_TOKENS = 64
+_TRANSPOSED_TOKENS_FLOAT32 = 256
 
 
 @functools.cache
@@ -147,3 +150,20 @@ def use_kernel(
         return True
     fused, dense = estimate(m, k, n, batch, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
     return fused <= dense
+
+
+def transposed_kernel(m, n: int, x_dtype) -> str:
+    """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``m`` rows."""
+    many = not isinstance(m, int) or m > _TRANSPOSED_TOKENS
+    if many and _has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2 and n % 8 == 0:
+        return "matmul_transposed_warpgroup"
+    return "matmul_transposed_stream"
+
+
+def use_transposed_kernel(m, n: int, x_dtype, forced: bool) -> bool:
+    """Whether ``[batch, m, n]`` times transposed weights takes a fused kernel; ``forced``: wherever there is one."""
+    if tuple(map(int, _gpu()[0].split("."))) < (8, 0):
+        return False
+    if forced or not isinstance(m, int) or transposed_kernel(m, n, x_dtype) == "matmul_transposed_warpgroup":
+        return True
+    return m <= (_TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS)

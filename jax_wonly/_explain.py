@@ -216,6 +216,8 @@ def explain(
         kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands)
         if _abi.MATMUL in targets:
             kernel = _cuda_dispatch.kernel(*operands, groups=weight.scales.shape[-2])
+    elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
+        kernel = _cuda_dispatch.transposed_kernel(m, n, x.dtype)
     elif platform == "cpu" and targets:
         kernel = importlib.import_module("jax_wonly._cpu").active_isa()
     path = "xla" if not targets else "dequantize" if targets == (_abi.DEQUANTIZE,) else "kernel"
@@ -340,5 +342,7 @@ def _reason(path, platform, m, transpose, experts, implementation, kernel_us, de
         return f"the model expects {dequantize_us / kernel_us:.2f} times the speed of dequantizing first"
     if path == "dequantize" and kernel_us is not None:
         return f"the model expects dequantizing first to be {kernel_us / dequantize_us:.2f} times as fast"
-    what = "experts" if experts else "the transposed product" if transpose else "this product"
+    if transpose and not experts and platform == "cuda":
+        return "the fused kernels of this GPU are expected to be slower than dequantizing first, or need a newer one"
+    what = "experts" if experts else "this product"
     return f"there is no fused kernel for {what} here on {platform}"

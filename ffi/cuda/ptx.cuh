@@ -128,6 +128,14 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
 #endif
 }
 
+// Transposes an 8 x 8 matrix of 16-bit numbers over a warp: lane 4g + t holds row g, columns 2t and 2t + 1, before and
+// after. The packed format has pairs along the inputs, a product over the outputs wants them along those.
+__device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(matrix));
+  return transposed;
+}
+
 // Two bf16 products in one instruction; fma with -0 because sm_80 has no mul.bf16x2 and x + -0 is x for every x.
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 800

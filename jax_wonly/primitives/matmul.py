@@ -141,13 +141,16 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
     """Whether the fused kernel runs, or the weights are dequantized for a dense product."""
     if p.implementation == "dequantize":
         return False
-    if p.transpose:  # CUDA has no kernels for it
-        return platform == "cpu"
     m = x.shape[1]
-    if platform != "cuda" or p.implementation == "cuda" or not isinstance(m, int):
+    if platform != "cuda":
         return True
     from jax_wonly import _cuda_dispatch
 
+    forced = p.implementation == "cuda"
+    if p.transpose:
+        return _cuda_dispatch.use_transposed_kernel(m, x.shape[2], x.dtype, forced)
+    if forced or not isinstance(m, int):
+        return True
     return _cuda_dispatch.use_kernel(
         m,
         p.k,

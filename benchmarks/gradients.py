@@ -1,0 +1,127 @@
+"""Times the gradient of the activations through quantized weights beside the dense one, into one result file.
+
+    python benchmarks/gradients.py [--suite tokens schemes] [--output FILE]
+
+``dx = dy @ w.T``: the transpose of ``jax_wonly.matmul``, and ``dy @ w.T`` with dense weights, in the same process and
+taking turns. Kernel time as in ``benchmarks/matmul.py``: CUPTI's, all kernels of a call, the median over calls that
+rotate through more than four times the L2 of weights. Everything is random data.
+"""
+
+import argparse
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from _common import Calls, copies_of, require_gpu, save
+
+import jax_wonly as jw
+from jax_wonly.progress import progress
+
+RESULTS = Path(__file__).parent / "results" / "h100-gradients.json"
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # K x N
+TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
+    return {"k": k, "n": n, "m": m, "dtype": dtype, "bits": bits, "group_size": group_size, "mode": mode}
+
+
+SUITES = {
+    "tokens": [case(k, n, m) for k, n in SHAPES for m in TOKENS],
+    "schemes": [
+        case(8192, 8192, m, **scheme)
+        for m in (1, 16, 1024)
+        for scheme in (
+            {"dtype": "float16"},
+            {"mode": "integer_zeros"},
+            {"mode": "offsets"},
+            {"group_size": 32},
+            {"group_size": None},
+            {"bits": 8},
+        )
+    ]
+    + [case(8192, 8192, m, dtype="float32") for m in (1, 16, 256)],
+}
+
+
+def transposed(dy, qt):
+    x = jax.ShapeDtypeStruct((dy.shape[0], qt.shape[-2]), dy.dtype)
+    return jax.linear_transpose(lambda x: jw.matmul(x, qt), x)(dy)[0]
+
+
+def measure(options, rounds, calls, cache):
+    k, n, m = options["k"], options["n"], options["m"]
+    dtype = jnp.dtype(options["dtype"])
+    # The weights of a scheme serve all of its numbers of tokens.
+    scheme = tuple(value for name, value in options.items() if name != "m")
+    if scheme not in cache:
+        cache.clear()
+        dense_weights = [
+            (jax.random.normal(jax.random.key(i), (k, n), jnp.float32) * k**-0.5).astype(dtype)
+            for i in range(copies_of(k * n * dtype.itemsize))
+        ]
+        quantize = jax.jit(
+            lambda w: jw.quantize(
+                w,
+                bits=options["bits"],
+                group_size=options["group_size"],
+                mode=options["mode"],
+                scale_dtype=jnp.bfloat16 if dtype == jnp.float32 else dtype,
+            )
+        )
+        count = copies_of(quantize(dense_weights[0]).nbytes)
+        quantized = [quantize(dense_weights[i % len(dense_weights)]) for i in range(count)]
+        cache[scheme] = dense_weights, quantized
+    dense_weights, quantized = cache[scheme]
+    dys = [jax.random.normal(jax.random.key(i), (m, n), jnp.float32).astype(dtype) for i in range(2)]
+    ours = Calls(transposed, [(dys[i % 2], qt) for i, qt in enumerate(quantized)])
+    dense = Calls(lambda dy, w: dy @ w.T, [(dys[i % 2], w) for i, w in enumerate(dense_weights)])
+    for _ in range(rounds):
+        dense.measure(calls)
+        ours.measure(calls)
+    moved = quantized[0].nbytes + (m * k + m * n) * dtype.itemsize
+    return {
+        "dtype": dtype.name,
+        "bits": options["bits"],
+        "group_size": options["group_size"] or k,
+        "zeros": options["mode"],
+        "k": k,
+        "n": n,
+        "m": m,
+        "us": round(ours.us, 2),
+        "dense_us": round(dense.us, 2),
+        "ratio": round(dense.us / ours.us, 3),
+        "gbps": round(moved / ours.us * 1e-3, 1),
+        "tflops": round(2 * m * n * k / ours.us * 1e-6, 1),
+        "kernel": ours.kernel,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to measure (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=8, help="calls in a turn (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
+    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    args = parser.parse_args()
+    require_gpu("gradients.py")
+
+    rows: list[dict] = []
+    cache: dict = {}
+    for options in progress([options for suite in args.suite for options in SUITES[suite]], label="products"):
+        rows.append(measure(options, args.rounds, args.calls, cache))
+        save(args.output, rows, args.commit)
+        row = rows[-1]
+        print(
+            f"{row['k']:6} x {row['n']:6} M {row['m']:5} {row['dtype']:8} int{row['bits']} g{row['group_size']:<5} "
+            f"{row['zeros']:13} {row['us']:9.2f} us, dense {row['dense_us']:9.2f} us, {row['ratio']:6.3f}x, "
+            f"{row['tflops']:6.1f} TFLOP/s  {row['kernel']}"
+        )
+    print(f"written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+// The product with transposed packed weights on CUDA devices: what the custom-call handler calls, and its kernels.
+#pragma once
+
+#include "cuda/matmul.h"
+
+namespace wonly {
+
+// y[B, M, K] = x[B, M, N] @ W[B, K, N]^T: x and its stride are those of dy, y is dx; without bias and activation.
+// Enqueues the product on `stream`, under the same terms as launch_matmul.
+cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream);
+
+// mma.sync, every option, sm_80 and newer (matmul_transposed_stream.cuh).
+namespace transposed_stream {
+
+struct Config {
+  int token_tiles;   // tiles of 8 tokens that share one pass over the weights: 1, 2 or 4
+  int warps;         // of one CTA, along N: 1 .. max_warps(token_tiles)
+  int cluster;       // CTAs along N, 1 .. 8 (more than 1 needs sm_90)
+  int shared_bytes;  // that a CTA may use: its rings are as deep as that allows
+};
+
+constexpr int kStripK = 128;  // inputs of a CTA
+constexpr int kStageN = 32;   // outputs that a warp takes at a time
+
+constexpr int max_warps(int token_tiles) { return token_tiles == 1 ? 16 : token_tiles == 2 ? 12 : 8; }
+
+// cudaErrorInvalidConfiguration when `shared_bytes` is too little.
+cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+
+}  // namespace transposed_stream
+
+// wgmma, for many tokens on sm_90 (matmul_transposed_warpgroup.cuh).
+namespace transposed_warpgroup {
+
+struct Config {
+  int tokens;           // of a CTA's block: 128 or 256
+  int cluster;          // CTAs that share tokens: 1 or 2
+  int multiprocessors;  // how many CTAs run at once
+};
+
+constexpr int kBlockK = 128;  // inputs of a CTA's block
+
+// Whether the kernel takes these operands; the others are transposed_stream's.
+bool supports(const MatmulArgs& args);
+
+cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+
+}  // namespace transposed_warpgroup
+
+}  // namespace wonly

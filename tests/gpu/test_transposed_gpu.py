@@ -1,0 +1,121 @@
+"""dx = dy @ w.T through the packed weights on a GPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import DTYPES, MODES, random_weight, random_x
+
+import jax_wonly as jw
+
+pytestmark = pytest.mark.gpu
+
+UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
+
+
+@partial(jax.jit, static_argnames=("k", "implementation"))
+def transposed(dy, qt, k, implementation="cuda"):
+    x = jax.ShapeDtypeStruct((*dy.shape[:-1], k), dy.dtype)
+    return jax.linear_transpose(lambda x: jw.matmul(x, qt, implementation=implementation), x)(dy)[0]
+
+
+def assert_transposed(dx, dy, weight):
+    """Holds ``dx`` to float64: the accumulation of what is added up, 16-bit weights' rounding, and the result's."""
+    dtype = str(dy.dtype)
+    dy64 = np.asarray(dy).astype(np.float64)
+    w, magnitude = weight.dense.swapaxes(-1, -2), weight.magnitude.swapaxes(-1, -2)
+    exact = dy64 @ w
+    bound = 2.0**-21 * max(1.0, np.sqrt(dy.shape[-1]) / 8) * (np.abs(dy64) @ magnitude)
+    if dtype != "float32":
+        bound = bound + 3 * UNITS[dtype] * np.sqrt(dy64**2 @ w**2)
+    bound = 1.2 * bound + 1.01 * UNITS[dtype] * np.abs(exact) + 1e-7
+    got = np.asarray(dx).astype(np.float64)
+    assert str(dx.dtype) == dtype and got.shape == exact.shape
+    assert (np.abs(got - exact) <= bound).all(), np.max(np.abs(got - exact) / bound)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kernels(rng, bits, mode, dtype, group_size):
+    """Every option, with few and many tokens, and sizes that are no multiple of a block, or of anything."""
+    scale_dtype = rng.choice(list(DTYPES))
+    for m, n, blocks in [(3, 200, 3), (21, 77, 1), (300, 328, 5)]:
+        k = (group_size or 37) * blocks
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
+        dy = random_x(rng, (m, n), dtype)
+        assert_transposed(transposed(dy, weight.qt, k), dy, weight)
+
+
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257, 600])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("implementation", [None, "cuda"])
+def test_rows(rng, m, dtype, implementation):
+    """Every range of M that a kernel or the dispatch may treat apart."""
+    weight = random_weight(rng, 1000, 1096, scale_dtype=dtype)
+    dy = random_x(rng, (m, 1096), dtype)
+    assert_transposed(transposed(dy, weight.qt, 1000, implementation), dy, weight)
+
+
+@pytest.mark.parametrize("m", [5, 140])
+@pytest.mark.parametrize("lead", [((3,), ()), ((), (3,)), ((3,), (3,))])
+def test_batches(rng, lead, m):
+    """Shared and stacked weights under vmap, as one call."""
+    weight = random_weight(rng, 256, 136, group_size=64, mode="integer_zeros", lead=lead[0])
+    dy = random_x(rng, (*lead[1], m, 136), "bfloat16")
+    axes = (0 if lead[1] else None, 0 if lead[0] else None)
+    dx = jax.vmap(partial(transposed, k=256), in_axes=axes)(dy, weight.qt)
+    assert_transposed(dx, jnp.broadcast_to(dy, (3, m, 136)), weight)
+
+
+@pytest.mark.parametrize("m", [2, 200])
+def test_gradient_is_one_call(rng, m):
+    """jax.grad compiles to the kernel, with no dense weight beside it; JAX's own and explicit calls agree."""
+    weight = random_weight(rng, 640, 384, group_size=128)
+    x, dy = random_x(rng, (m, 640), "bfloat16"), random_x(rng, (m, 384), "bfloat16")
+
+    def dx(x, dy, qt):
+        return jax.vjp(lambda x: jw.matmul(x, qt), x)[1](dy)[0]
+
+    compiled = jax.jit(dx).lower(x, dy, weight.qt).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="wonly_matmul_transposed_v1"') == 1
+    assert "[640,384]" not in text and "[384,640]" not in text
+    result = compiled(x, dy, weight.qt)
+    assert_transposed(result, dy, weight)
+    np.testing.assert_array_equal(result, transposed(dy, weight.qt, 640))
+
+
+@pytest.mark.parametrize("m", [3, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+def test_infinities_and_range(rng, mode, dtype, m):
+    """Infinities as in a dense product; small and large cotangents keep their digits."""
+    weight = random_weight(rng, 256, 264, group_size=128, mode=mode)
+    unit = np.asarray(random_x(rng, (m, 264), dtype))
+    powers = np.ones((m, 1))
+    if dtype != "float16":
+        powers[0], powers[1] = 2.0**-40, 2.0**60
+    dy = (unit.astype(np.float64) * powers).astype(unit.dtype)
+    dy[2, 77] = np.inf
+    dx = np.asarray(transposed(dy, weight.qt, 256)).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(dx[2], np.inf * weight.dense[:, 77])
+    finite = np.arange(m) != 2
+    assert_transposed((dx / powers)[finite].astype(unit.dtype), unit[finite], weight)
+
+
+@pytest.mark.parametrize("m", [1, 16, 40, 200])
+def test_tokens_are_independent_and_repeat(rng, m):
+    """The same bits on every run, and for a token alone or among others that the same kernel takes."""
+    weight = random_weight(rng, 1024, 704, group_size=128)
+    dy = random_x(rng, (m, 704), "bfloat16")
+    dx = np.asarray(transposed(dy, weight.qt, 1024))
+    few = {1: 1, 16: 9, 40: 33, 200: 130}[m]
+    np.testing.assert_array_equal(np.asarray(transposed(dy[:few], weight.qt, 1024)), dx[:few])
+    for _ in range(50):
+        last = transposed(dy, weight.qt, 1024)
+    np.testing.assert_array_equal(np.asarray(last), dx)
