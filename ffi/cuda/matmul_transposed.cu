@@ -36,16 +36,16 @@ transposed_stream::Config stream_config(const MatmulArgs& args, const Device& de
 }
 
 transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
-  transposed_warpgroup::Config config{};
-  config.multiprocessors = device.multiprocessors;
   const int64_t k_blocks = ceil_div(args.k, transposed_warpgroup::kBlockK);
-  config.cluster = k_blocks >= 2 ? 2 : 1;
   // Rounds of blocks, in the time of a block of 256 tokens.
   const auto cost = [&](int tokens, float time) {
-    const int64_t blocks = args.batch * ceil_div(args.m, tokens) * ceil_div(k_blocks, config.cluster) * config.cluster;
+    const int64_t blocks = args.batch * ceil_div(args.m, tokens) * k_blocks;
     return static_cast<float>(ceil_div(blocks, device.multiprocessors)) * time;
   };
-  config.tokens = cost(128, 0.56f) < cost(256, 1.f) ? 128 : 256;
+  transposed_warpgroup::Config config{};
+  config.tokens = cost(128, 0.64f) < cost(256, 1.f) ? 128 : 256;
+  config.cluster = config.tokens == 256 && k_blocks >= 2 ? 2 : 1;
+  config.multiprocessors = device.multiprocessors;
   return config;
 }
 
