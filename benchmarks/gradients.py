@@ -12,9 +12,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _common import Calls, copies_of, require_gpu, save
+from _common import require_gpu, save
 
 import jax_wonly as jw
+from jax_wonly._timing import Calls, copies_of
 from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "h100-gradients.json"

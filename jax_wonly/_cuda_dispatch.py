@@ -155,15 +155,15 @@ def use_kernel(
 def transposed_kernel(m, n: int, x_dtype) -> str:
     """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``m`` rows."""
     many = not isinstance(m, int) or m > _TRANSPOSED_TOKENS
-    if many and _has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2 and n % 8 == 0:
+    if many and n % 8 == 0 and _has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2:
         return "matmul_transposed_warpgroup"
     return "matmul_transposed_stream"
 
 
-def use_transposed_kernel(m, n: int, x_dtype, forced: bool) -> bool:
+def use_transposed_kernel(m, n: int, x_dtype, *, forced: bool = False) -> bool:
     """Whether ``[batch, m, n]`` times transposed weights takes a fused kernel; ``forced``: wherever there is one."""
     if tuple(map(int, _gpu()[0].split("."))) < (8, 0):
         return False
-    if forced or not isinstance(m, int) or transposed_kernel(m, n, x_dtype) == "matmul_transposed_warpgroup":
+    if forced or not isinstance(m, int) or transposed_kernel(m, n, x_dtype).endswith("warpgroup"):
         return True
     return m <= (_TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS)

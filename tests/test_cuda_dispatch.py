@@ -43,9 +43,9 @@ def test_more_tokens_never_go_back_to_the_kernel(x, mode):
 def test_transposed(monkeypatch, warpgroups, x):
     """The gradient of x is fused where its kernels run and are not expected to be slower."""
     wide = x == jnp.float32
-    assert all(_cuda_dispatch.use_transposed_kernel(m, 8192, x, False) for m in (1, 16, 64))
-    assert _cuda_dispatch.use_transposed_kernel(8192, 8192, x, False) == (warpgroups and not wide)
-    assert not _cuda_dispatch.use_transposed_kernel(8192, 8193, x, False)
-    assert _cuda_dispatch.use_transposed_kernel(8192, 8193, x, True)
+    assert all(_cuda_dispatch.use_transposed_kernel(m, 8192, x) for m in (1, 16, 64))
+    assert _cuda_dispatch.use_transposed_kernel(8192, 8192, x) == (warpgroups and not wide)
+    assert not _cuda_dispatch.use_transposed_kernel(8192, 8193, x)
+    assert _cuda_dispatch.use_transposed_kernel(8192, 8193, x, forced=True)
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
-    assert not _cuda_dispatch.use_transposed_kernel(1, 8192, x, True)
+    assert not _cuda_dispatch.use_transposed_kernel(1, 8192, x, forced=True)

@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             const uint4& four = packed.words[run];
             dequantize<X, 8, simple.value>(half == 0 ? four.x : four.y, half == 0 ? four.z : four.w, by[half], w);
           }
-          ptx::store_transposed(to[half] + run * 32 * 128, w[0], w[1], w[2], w[3]);
+          ptx::store_matrices_transposed(to[half] + run * 32 * 128, w);
         }
       }
     };
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const auto release = [&](int released) {
       if (lane == 0) {
         ptx::barrier_arrive(empty + released);
-        if (params.cluster > 1) ptx::barrier_arrive_of_rank(empty + released, rank ^ 1);
+        if (params.cluster > 1) ptx::barrier_arrive_at_rank(empty + released, rank ^ 1);
       }
     };
     int slot = 0;
@@ -463,8 +463,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
           for (int j = 0; j < 4; ++j) pairs[j] = pack_pair(from_float<X>(d[2 * j]), from_float<X>(d[2 * j + 1]));
           const int chunk = (warp % 4 * 2 + lane / 8 % 2) ^ (lane % 8);
-          ptx::store_transposed(staging + (i + lane / 16 * 8 + lane % 8) * 128 + chunk * 16, pairs[0], pairs[1],
-                                pairs[2], pairs[3]);
+          ptx::store_matrices_transposed(staging + (i + lane / 16 * 8 + lane % 8) * 128 + chunk * 16, pairs);
         }
         asm volatile("bar.sync %0, 128;\n" ::"r"(1 + warpgroup) : "memory");
 #pragma unroll 4

@@ -109,23 +109,6 @@ __device__ __forceinline__ void tensor_copy_3d_multicast(void* shared, const CUt
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "h"(ranks)
       : "memory");
 }
-// An arrival at the barrier in the same place of another CTA of the cluster, for what this one has read: it releases no
-// writes, which would cost a fence of the whole GPU.
-__device__ __forceinline__ void barrier_arrive_of_rank(uint64_t* barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}\n" ::"r"(shared_address(barrier)),
-      "r"(rank)
-      : "memory");
-}
-
-// Four 8 x 8 matrices of 16-bit numbers to shared memory, transposed: lane 4g + t holds row g, columns 2t and 2t + 1 of
-// each, and lane 8i + r the address of column r of matrix i.
-__device__ __forceinline__ void store_transposed(void* shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address(shared)),
-               "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
-}
 
 // Moves registers between warpgroups: every warp of the warpgroup executes it.
 template <int kRegisters>

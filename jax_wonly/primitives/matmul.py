@@ -148,7 +148,7 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
 
     forced = p.implementation == "cuda"
     if p.transpose:
-        return _cuda_dispatch.use_transposed_kernel(m, x.shape[2], x.dtype, forced)
+        return _cuda_dispatch.use_transposed_kernel(m, x.shape[2], x.dtype, forced=forced)
     if forced or not isinstance(m, int):
         return True
     return _cuda_dispatch.use_kernel(
