@@ -21,8 +21,8 @@
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_transposed.h"
-#include "cuda/matmul_warpgroup.h"
 #include "cuda/ptx_sm90_shared.cuh"
+#include "cuda/tensor_map.h"
 #include "dequant/convert.h"
 #include "layout.h"
 
@@ -501,8 +501,7 @@ cudaError_t launch_shape(Params params, const Config& config, cudaStream_t strea
   MatmulArgs dy = args;
   dy.k = args.n;
   CUtensorMap map;
-  if (cudaError_t error = warpgroup::describe_activations(dy, S::kTokens / config.cluster, &map);
-      error != cudaSuccess) {
+  if (cudaError_t error = describe_activations(dy, S::kTokens / config.cluster, &map); error != cudaSuccess) {
     return error;
   }
   params.cluster = config.cluster;

@@ -1,8 +1,6 @@
 // The product for a middling number of tokens on sm_90a (matmul_warpgroup.cuh).
 #pragma once
 
-#include <cuda.h>
-
 #include "cuda/matmul.h"
 
 namespace wonly::warpgroup {
@@ -22,8 +20,5 @@ cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t st
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
-
-// The activations as the copy engine sees them: [batch, m, k], boxes of `tokens` x 64.
-cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map);
 
 }  // namespace wonly::warpgroup
