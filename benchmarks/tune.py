@@ -32,7 +32,9 @@ def build(definitions: tuple[str, ...] = ()) -> Path:
     flags = ["-std=c++17", "-O3", f"-I{ROOT / 'ffi'}", "--expt-relaxed-constexpr", "-lineinfo"]
     flags += [f"-D{name}" for name in definitions]
     flags.append(f"-gencode=arch=compute_{architecture},code=sm_{architecture}")
-    sources = [Path(__file__).parent / "kernel_sweep.cu", *sorted((ROOT / "ffi" / "cuda").glob("matmul_*.cu"))]
+    kernels = ("matmul_*.cu", "ragged_stream_*.cu", "tensor_map.cu")  # the second are launched by the first
+    sources = [Path(__file__).parent / "kernel_sweep.cu"]
+    sources += sorted(path for pattern in kernels for path in (ROOT / "ffi" / "cuda").glob(pattern))
     headers = [p for suffix in ("*.h", "*.cuh") for p in (ROOT / "ffi").rglob(suffix)]
     newest = max(p.stat().st_mtime for p in headers)
     jobs, objects = [], []
