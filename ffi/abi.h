@@ -26,14 +26,15 @@
 //
 // x, w, y, dx, dy: f16, bf16 or f32. scales, bias: f16, bf16 or f32. shift: those (zeros or offsets), or u8 (integer
 // zeros). The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1)
-// without a shift.
+// without a shift. kTable, of four bits: W[k, n] = table[code] * scale, and the operand shift is the table, f32[Bz, 1,
+// 16].
 #pragma once
 
 #include <cstdint>
 
 namespace wonly {
 
-enum class ShiftMode : int64_t { kNone = 0, kZeros = 1, kOffsets = 2 };
+enum class ShiftMode : int64_t { kNone = 0, kZeros = 1, kOffsets = 2, kTable = 3 };
 enum class Activation : int64_t { kNone = 0, kRelu = 1, kRelu6 = 2, kGelu = 3, kSilu = 4 };  // gelu: the tanh form
 // Symmetric: absmax. The others are minmax and write a shift: u8 zeros, zeros of the scales' type, offsets of the
 // scales' type.

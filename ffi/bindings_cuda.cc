@@ -71,6 +71,9 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   WONLY_RETURN_IF_ERROR(check_matmul(x, qw, scales, rest, *y, bits, shift_mode, has_bias, activation, operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.batch, operands.m, weights.k, weights.n, weights.groups));
+  if (weights.shift_mode == ShiftMode::kTable && operands.x.type == DType::kF32) {
+    return invalid("x has element type F32, and the weights a table; accepted: F16, BF16");
+  }
   if (y->element_count() == 0) return ffi::Error::Success();
   MatmulArgs args{};
   set_weights(args, weights);

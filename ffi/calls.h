@@ -35,7 +35,8 @@ struct Operand {
   char* at(int64_t batch) const { return data == nullptr ? nullptr : data + batch * stride * element_size(type); }
 };
 
-// A packed weight and its parameters: qw[Nt, Kt, 512], scales[groups, N], shift[groups, N] for each batch entry.
+// A packed weight and its parameters: qw[Nt, Kt, 512], scales[groups, N], shift[groups, N] for each batch entry; or,
+// in the place of shift, the float32 table[16] of kTable.
 struct WeightOperands {
   const uint32_t* qw = nullptr;
   int64_t qw_stride = 0;  // as Operand::stride
@@ -265,7 +266,7 @@ inline ffi::Error check_weights(const ffi::AnyBuffer& qw, const ffi::AnyBuffer& 
                                 int64_t bits, int64_t shift_mode, bool has_bias, int64_t batch, int64_t k, int64_t n,
                                 WeightOperands& out) {
   WONLY_RETURN_IF_ERROR(check_bits(bits));
-  WONLY_RETURN_IF_ERROR(check_choice("shift_mode", shift_mode, static_cast<int64_t>(ShiftMode::kOffsets)));
+  WONLY_RETURN_IF_ERROR(check_choice("shift_mode", shift_mode, static_cast<int64_t>(ShiftMode::kTable)));
   out.bits = static_cast<int>(bits);
   out.shift_mode = static_cast<ShiftMode>(shift_mode);
   out.k = k;
@@ -286,6 +287,12 @@ inline ffi::Error check_weights(const ffi::AnyBuffer& qw, const ffi::AnyBuffer& 
   }
   WONLY_RETURN_IF_ERROR(check_operand("scales", scales, batch, true, {out.groups, n}, false, out.scales));
   if (out.shift_mode == ShiftMode::kNone) return ffi::Error::Success();
+  if (out.shift_mode == ShiftMode::kTable) {
+    if (bits != 4) return invalid("bits = ", bits, " with a table; accepted: 4");
+    const ffi::AnyBuffer table = *rest.get<ffi::AnyBuffer>(0);
+    WONLY_RETURN_IF_ERROR(check_type("table", table, ffi::DataType::F32));
+    return check_operand("table", table, batch, true, {1, kTableEntries}, false, out.shift);
+  }
   const bool zeros = out.shift_mode == ShiftMode::kZeros;
   return check_operand(zeros ? "zeros" : "offsets", *rest.get<ffi::AnyBuffer>(0), batch, true, {out.groups, n}, zeros,
                        out.shift);

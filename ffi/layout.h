@@ -24,6 +24,7 @@ inline constexpr int kTileBytes = 4 * kTileWords;
 inline constexpr int kAtomN = 16;       // outputs of an atom
 inline constexpr int kAtomWords = 128;  // 32-bit words of an atom: 512 bytes, 16 for each lane of a warp
 inline constexpr int kAtomsPerTile = 4;
+inline constexpr int kTableEntries = 16;  // of a table that four-bit codes index
 
 WONLY_HOST_DEVICE constexpr int tile_k(int bits) { return bits == 4 ? 64 : 32; }
 WONLY_HOST_DEVICE constexpr int codes_per_word(int bits) { return 32 / bits; }

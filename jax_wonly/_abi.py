@@ -13,11 +13,15 @@ TARGETS = (MATMUL, QUANTIZE, DEQUANTIZE, RAGGED_MATMUL, MATMUL_TRANSPOSED, RAGGE
 
 
 class ShiftMode(IntEnum):
-    """How a group's second parameter enters: not at all, as a zero point, or as an offset."""
+    """How a group's second parameter enters: not at all, as a zero point, or as an offset.
+
+    With ``TABLE``, codes index a table of 16 values instead, which custom calls take in the place of that parameter.
+    """
 
     NONE = 0
     ZEROS = 1
     OFFSETS = 2
+    TABLE = 3
 
 
 class Activation(IntEnum):

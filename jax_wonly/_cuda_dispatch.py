@@ -21,6 +21,7 @@ _TILE = 256  # tokens and outputs of a tile of the tiled kernel
 _STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 _STREAM_FLOAT32 = 1.1e6
 STREAM_TOKENS = 16
+TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
 
 
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
@@ -104,6 +105,7 @@ def kernel(
     """
     if (
         _has_warpgroups()
+        and shift_mode != ShiftMode.TABLE
         and m <= _DECODE_TOKENS
         and (groups == 1 or k // groups >= 128)
         and batch == 1
@@ -146,7 +148,7 @@ def use_kernel(
     m: int, k: int, n: int, batch: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
 ) -> bool:
     """Whether the fused kernels are expected to be at least as fast for ``[batch, m, k] x [batch, k, n]``."""
-    if m <= STREAM_TOKENS:
+    if m <= (TABLE_TOKENS if shift_mode == ShiftMode.TABLE else STREAM_TOKENS):
         return True
     fused, dense = estimate(m, k, n, batch, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
     return fused <= dense

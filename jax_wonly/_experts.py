@@ -13,6 +13,7 @@ from jax_wonly._abi import RowMode
 from jax_wonly._explicit import explicit_mesh, ragged_on_mesh
 from jax_wonly._matmul import resolve_activation, resolve_precision
 from jax_wonly._quantize import shift_mode_of
+from jax_wonly._table import check_table
 from jax_wonly._tensor import QuantizedTensor, check_parts
 from jax_wonly._validate import FLOATS, check_array, check_finite, check_float_dtype, check_weights
 from jax_wonly.primitives.experts import Params
@@ -154,11 +155,12 @@ def _check_experts(name: str, qt) -> None:
             "[E, K, N])."
         )
     check_parts(name, qt)
-    leads = {tuple(a.shape[:-3] if a is qt.qvalue else a.shape[:-2]) for a in qt}
+    arrays = jax.tree.leaves(qt)
+    leads = {tuple(a.shape[:-3] if a is qt.qvalue else a.shape[:-2]) for a in arrays}
     if len(qt.shape) != 3 or len(leads) != 1 or qt.shape[0] == 0:
         raise ValueError(
-            f"jax_wonly: {name} has shape {qt.shape}, its arrays {[tuple(a.shape) for a in qt]}; accepted: [E, K, N] "
-            "with E >= 1 and one leading axis for all arrays."
+            f"jax_wonly: {name} has shape {qt.shape}, its arrays {[tuple(a.shape) for a in arrays]}; accepted: "
+            "[E, K, N] with E >= 1 and one leading axis for all arrays."
         )
     check_weights(qt.qvalue, qt.scales, qt.zeros, qt.offsets, bits=qt.bits, k=qt.k)
 
@@ -222,6 +224,7 @@ def _call(
         implementation=_ffi.resolve_implementation(implementation),
         row_mode=mode,
         repeat=1,
+        table=check_table(qt.table, qt.bits, qt.zeros, qt.offsets),
     )
     operands = [x, qt.qvalue, qt.scales, rows, qt.zeros, qt.offsets, bias]
     return _product(*(a for a in operands if a is not None), params=params)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_wonly import _abi, _cuda_dispatch, _ffi
+from jax_wonly._abi import ShiftMode
 from jax_wonly._experts import gather_matmul
 from jax_wonly._matmul import matmul
 from jax_wonly._model import bytes_text, scheme
@@ -209,9 +210,10 @@ def explain(
     why = _no_kernels(platform, implementation)
     targets = () if why else _calls(bound, platform)
     shift = weight.zeros if weight.offsets is None else weight.offsets
-    mode = shift_mode_of(weight.zeros, weight.offsets)
+    mode = shift_mode_of(weight.zeros, weight.offsets) if weight.table is None else ShiftMode.TABLE
     kernel = kernel_us = dequantize_us = None
-    if platform == "cuda" and not experts and not transpose:
+    fused = weight.table is None or x.dtype.itemsize == 2  # _cuda_dispatch.use_kernel knows no other exception
+    if platform == "cuda" and not experts and not transpose and fused:
         operands = (m, k, n, batch, bits, x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
         kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands)
         if _abi.MATMUL in targets:
@@ -339,6 +341,8 @@ def _reason(path, platform, m, transpose, experts, implementation, kernel_us, de
                 if kernel_us is not None
                 else f"on {platform} the packed weights are read whatever the number of rows"
             )
+        if kernel_us > dequantize_us:
+            return f"up to {_cuda_dispatch.TABLE_TOKENS} rows dequantizing weights with a table measured slower"
         return f"the model expects {dequantize_us / kernel_us:.2f} times the speed of dequantizing first"
     if path == "dequantize" and kernel_us is not None:
         return f"the model expects dequantizing first to be {kernel_us / dequantize_us:.2f} times as fast"

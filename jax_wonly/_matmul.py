@@ -12,6 +12,7 @@ from jax_wonly._abi import Activation, ShiftMode
 from jax_wonly._explicit import explicit_mesh, matmul_on_mesh
 from jax_wonly._permuted import PermutedTensor
 from jax_wonly._quantize import shift_mode_of
+from jax_wonly._table import check_table
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import (
     broadcast_leads,
@@ -80,7 +81,7 @@ def matmul(
       >>> jw.matmul(x, qvalue, scales).shape
       (4, 64)
     """
-    permutation = None
+    permutation = table = None
     if isinstance(qw, PermutedTensor):
         qw, permutation = qw.weight, qw.permutation
     if isinstance(qw, QuantizedTensor):
@@ -91,6 +92,7 @@ def matmul(
         weights = qw
         qw, scales, zeros, offsets, bits = weights.qvalue, weights.scales, weights.zeros, weights.offsets, weights.bits
         expected_k = weights.k
+        table = check_table(weights.table, bits, zeros, offsets)
     else:
         expected_k = None
     check_array("x", x)
@@ -136,6 +138,7 @@ def matmul(
         out_dtype=jnp.dtype(out_dtype),
         precision=resolve_precision(precision),
         implementation=_ffi.resolve_implementation(implementation),
+        table=table,
     )
     return _matmul(*operands, params=params)
 

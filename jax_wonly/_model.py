@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax_wonly._format import TILE_N
 from jax_wonly._quantize import _all_finite, dequantize, jit_within_memory
 from jax_wonly._quantize import quantize as quantize_array
+from jax_wonly._table import name_of
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import FLOATS
 
@@ -254,7 +255,8 @@ def scheme(weight: QuantizedTensor) -> str:
     """Such as ``"int4, group 128, zeros"``."""
     size = weight.group_size
     return (
-        f"int{weight.bits}, "
+        (f"int{weight.bits}" if weight.table is None else name_of(weight.table) or "table")
+        + ", "
         + ("per channel" if size == weight.k else f"group {size}")
         + ("" if weight.zeros is None else ", zeros")
         + ("" if weight.offsets is None else ", offsets")
@@ -266,6 +268,8 @@ def options_of(weight: QuantizedTensor) -> dict[str, Any]:
     mode = "symmetric" if weight.offsets is None else "offsets"
     if weight.zeros is not None:
         mode = "integer_zeros" if weight.zeros.dtype == jnp.uint8 else "float_zeros"
+    if weight.table is not None and (mode := name_of(weight.table)) is None:
+        raise ValueError("jax_wonly: jax_wonly.quantize has no mode for a table of one's own; accepted: nf4, fp4.")
     size = None if weight.group_size == weight.k else weight.group_size
     return {"bits": weight.bits, "group_size": size, "mode": mode, "scale_dtype": weight.scales.dtype}
 
@@ -285,8 +289,10 @@ def relative_error(dense: jax.Array, weight: QuantizedTensor) -> float:
             outputs = slice(first * TILE_N, (first + tiles) * TILE_N)
             qvalue = weight.qvalue[..., first : first + tiles, :, :]
             scales = weight.scales[..., outputs]
-            shift = [a if a is None else a[..., outputs] for a in (weight.zeros, weight.offsets)]
-            part = QuantizedTensor(qvalue, scales, *shift, bits=weight.bits, k=weight.k, n=scales.shape[-1])
+            zeros, offsets = (a if a is None else a[..., outputs] for a in (weight.zeros, weight.offsets))
+            part = dataclasses.replace(
+                weight, qvalue=qvalue, scales=scales, zeros=zeros, offsets=offsets, n=scales.shape[-1]
+            )
             # Waits, for pieces of many steps would else be alive at once.
             sums = jax.block_until_ready(sums + _error_sums(dense[..., outputs], part))
     return math.sqrt(float(sums[0]) / max(float(sums[1]), float(jnp.finfo(jnp.float32).tiny)))

@@ -8,9 +8,9 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jax_wonly import _ffi
+from jax_wonly import _ffi, _table
 from jax_wonly._abi import QuantizeMode, ShiftMode
-from jax_wonly._format import check_bits, check_size
+from jax_wonly._format import check_bits, check_size, pack
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import (
     broadcast_leads,
@@ -35,7 +35,13 @@ def _quantize(w, **params):
     return [r.reshape(*w.shape[:-2], *r.shape[1:]) for r in results]
 
 
-@partial(jax.jit, static_argnames=("bits", "shift_mode", "k", "dtype", "implementation"), inline=True)
+@partial(jax.jit, static_argnames=("group_size", "table", "scale_dtype"), inline=True)
+def _quantize_to_table(w, **params):
+    codes, scales = _table.quantize(w, **params)
+    return pack(codes, 4), scales
+
+
+@partial(jax.jit, static_argnames=("bits", "shift_mode", "k", "dtype", "table", "implementation"), inline=True)
 def _dequantize(qw, scales, *shift, k, **params):
     lead = np.broadcast_shapes(*(a.shape[:-2] for a in (scales, *shift)), qw.shape[:-3])
     operands = [jnp.broadcast_to(qw, (*lead, *qw.shape[-3:])).reshape(-1, *qw.shape[-3:])]
@@ -62,7 +68,8 @@ def quantize(
         of them (per-channel scales).
       mode: ``"symmetric"`` (``w = (q - 2**(bits - 1)) * s`` from the largest magnitude), or from the extremes of the
         group ``"integer_zeros"`` (``w = (q - z) * s``, uint8 z), ``"float_zeros"`` (z of the scales' type) or
-        ``"offsets"`` (``w = q * s + o``).
+        ``"offsets"`` (``w = q * s + o``). ``"nf4"`` and ``"fp4"`` (4 bits): ``w = table[q] * s`` with the 16 values of
+        bitsandbytes, s from the largest magnitude.
       scale_dtype: type of the scales, and of float zeros and offsets; default: the type of ``w``.
       implementation: None (the compiled kernels where they are installed), ``"cpu"``, ``"cuda"`` or ``"xla"``.
 
@@ -86,13 +93,19 @@ def quantize(
     if len(w.shape) < 2 or 0 in w.shape[-2:]:
         raise ValueError(f"jax_wonly: w has shape {tuple(w.shape)}; accepted: [..., K, N] with K, N >= 1.")
     k, n = w.shape[-2:]
-    check_choice("mode", mode, MODES)
+    check_choice("mode", mode, (*MODES, *_table.TABLES))
+    if mode in _table.TABLES and bits != 4:
+        raise ValueError(f"jax_wonly: bits={bits} with mode={mode!r}; accepted: 4.")
     group_size = check_group_size(group_size, k)
     scale_dtype = jnp.dtype(w.dtype) if scale_dtype is None else check_float_dtype("scale_dtype", scale_dtype)
     implementation = _ffi.resolve_implementation(implementation)
     w = jnp.asarray(w)
     if not isinstance(w, jax.core.Tracer) and not bool(_all_finite(w)):
         raise ValueError(f"jax_wonly: w of shape {tuple(w.shape)} holds NaN or Inf; accepted: finite values.")
+    if mode in _table.TABLES:
+        table = _table.TABLES[mode]
+        qvalue, scales = _quantize_to_table(w, group_size=group_size, table=table, scale_dtype=scale_dtype)
+        return QuantizedTensor(qvalue, scales, bits=bits, k=k, n=n, table=table)
     qvalue, scales, *shift = _quantize(
         w, bits=bits, group_size=group_size, mode=MODES[mode], scale_dtype=scale_dtype, implementation=implementation
     )
@@ -128,7 +141,8 @@ def dequantize(
       implementation: None, ``"cpu"``, ``"cuda"`` or ``"xla"``.
 
     Returns:
-      ``[..., K, N]``: ``(q - zeros) * scales`` or ``q * scales + offsets``, computed in float32 and rounded once.
+      ``[..., K, N]``: ``(q - zeros) * scales``, ``q * scales + offsets`` or ``table[q] * scales``, computed in float32
+      and rounded once.
 
     Raises:
       TypeError, ValueError: as :func:`jax_wonly.matmul`.
@@ -139,12 +153,14 @@ def dequantize(
       >>> dense.shape, bool(jnp.allclose(dense, w, atol=0.02))
       ((128, 64), True)
     """
+    table = None
     if isinstance(qw, QuantizedTensor):
         if any(a is not None for a in (scales, zeros, offsets, k, bits)):
             raise TypeError(
                 "jax_wonly: a QuantizedTensor carries its scales, zeros, offsets, k and bits; pass none of them."
             )
         scales, zeros, offsets, k, bits = qw.scales, qw.zeros, qw.offsets, qw.k, qw.bits
+        table = _table.check_table(qw.table, bits, zeros, offsets)
         qw = qw.qvalue
     if k is None:
         raise TypeError("jax_wonly: k is None; accepted: the number of inputs K of the packed array.")
@@ -160,6 +176,7 @@ def dequantize(
         shift_mode=shift_mode_of(zeros, offsets),
         k=k,
         dtype=dtype,
+        table=table,
         implementation=_ffi.resolve_implementation(implementation),
     )
 

@@ -88,10 +88,12 @@ class _Weight:
         elif mode == "offsets":
             self.shift = rng.normal(-0.5, 1.0, shape).astype(_DTYPES[scale_dtype])
         self.mode, self.bits, self.group_size = mode, bits, group_size or k
+        self.table = rng.normal(0.1, 0.5, 16).astype(np.float32) if mode == "table" else None
         shift = None if self.shift is None else jnp.asarray(self.shift)
         zeros, offsets = (None, shift) if mode == "offsets" else (shift, None)
         packed = jax.jit(pack, static_argnums=1)(jnp.asarray(self.codes), bits)
-        self.qt = QuantizedTensor(packed, jnp.asarray(self.scales), zeros, offsets, bits=bits, k=k, n=n)
+        table = None if self.table is None else tuple(self.table.tolist())
+        self.qt = QuantizedTensor(packed, jnp.asarray(self.scales), zeros, offsets, bits=bits, k=k, n=n, table=table)
 
     def dense(self, columns: slice | np.ndarray = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """The float64 weight of some outputs, and the magnitudes that a kernel adds up for it and cancels."""
@@ -100,6 +102,9 @@ class _Weight:
             return np.repeat(np.asarray(a[..., columns]).astype(np.float64), self.group_size, axis=-2)
 
         codes, s = self.codes[..., columns].astype(np.float64), spread(self.scales)
+        if self.table is not None:
+            dense = self.table.astype(np.float64)[self.codes[..., columns]] * s
+            return dense, np.abs(dense)
         if self.mode == "offsets":
             o = spread(self.shift)
             return codes * s + o, codes * s + np.abs(o)
@@ -137,6 +142,8 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (4, "symmetric", "bfloat16", 64, 5, 128, 70, "gelu", True),
         (8, "offsets", "float32", 32, 20, 96, 70, "silu", True),
         (4, "integer_zeros", "float16", 128, 3, 384, 130, "relu6", True),
+        (4, "table", "bfloat16", 64, 3, 256, 130, None, False),
+        (4, "table", "float16", None, 12, 101, 72, "silu", True),
     ]
     # Weights of 24 MiB with groups of 128 are what the decode kernel starts at.
     large = [
@@ -156,7 +163,9 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
             x64 = x.astype(np.float64)
             dense, magnitude = weight.dense(columns)
             exact = x64 @ dense + (0 if bias is None else bias[columns].astype(np.float64))
-            bound = _product_bound(x64, dense, magnitude, exact, dtype) + 2.0**-22 * np.abs(exact)
+            rounded = weight.table is not None
+            bound = _product_bound(x64, dense, magnitude, exact, dtype, rounded_weights=rounded)
+            bound = bound + 2.0**-22 * np.abs(exact)
             exact = _activate(exact, activation)
             bound = bound + (4e-6 * (1 + np.abs(exact)) if activation in ("gelu", "silu") else 0)
             return _ratio(np.abs(y[:, columns].astype(np.float64) - exact), bound)

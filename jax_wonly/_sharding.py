@@ -1,6 +1,7 @@
 """Placing a quantized weight over devices like the dense kernel that it stands for."""
 
 import math
+from dataclasses import replace
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -113,12 +114,12 @@ def partition_specs(qt: QuantizedTensor, spec: PartitionSpec, mesh) -> Quantized
     def parameter(a):
         return None if a is None else PartitionSpec(*lead, per_group, n_axes)
 
-    return QuantizedTensor(
-        PartitionSpec(*lead, n_axes, k_axes, None),
-        *(parameter(a) for a in (qt.scales, qt.zeros, qt.offsets)),
-        bits=qt.bits,
-        k=qt.k,
-        n=qt.n,
+    return replace(
+        qt,
+        qvalue=PartitionSpec(*lead, n_axes, k_axes, None),
+        scales=parameter(qt.scales),
+        zeros=parameter(qt.zeros),
+        offsets=parameter(qt.offsets),
     )
 
 
@@ -147,9 +148,7 @@ def local_shard(qt: QuantizedTensor, spec: PartitionSpec) -> QuantizedTensor:
     """
     k_axes, n_axes = (*spec, *(None,) * (qt.ndim - len(spec)))[-2:]
     k_parts, n_parts = (math.prod(jax.lax.axis_size(a) for a in axis_names(axes)) for axes in (k_axes, n_axes))
-    return QuantizedTensor(
-        qt.qvalue, qt.scales, qt.zeros, qt.offsets, bits=qt.bits, k=qt.k // k_parts, n=qt.n // n_parts
-    )
+    return replace(qt, k=qt.k // k_parts, n=qt.n // n_parts)
 
 
 def _check_split(qt: QuantizedTensor, spec, name: str, size: int, parts: int, units: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_wonly._format import TILE_N, bias_of, tile_k
+from jax_wonly._table import look_up
 from jax_wonly._tensor import QuantizedTensor
 
 
@@ -46,8 +47,11 @@ def take_outputs(weight: QuantizedTensor, indices: jax.Array, dtype=None) -> jax
     def of_groups(values: jax.Array) -> jax.Array:  # [groups, n] -> [..., groups, 1]
         return jnp.moveaxis(values[:, i], 0, -1).astype(jnp.float32)[..., None]
 
-    q = codes.reshape(*i.shape, weight.scales.shape[0], -1).astype(jnp.float32)
-    if weight.offsets is None:
+    codes = codes.reshape(*i.shape, weight.scales.shape[0], -1)
+    q = codes.astype(jnp.float32)
+    if weight.table is not None:
+        rows = look_up(codes, weight.table) * of_groups(weight.scales)
+    elif weight.offsets is None:
         rows = (q - (bias_of(bits) if weight.zeros is None else of_groups(weight.zeros))) * of_groups(weight.scales)
     else:
         rows = q * of_groups(weight.scales) + of_groups(weight.offsets)

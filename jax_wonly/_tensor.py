@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,15 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_wonly._format import FORMAT_VERSION, check_array
+from jax_wonly._table import check_table, name_of
 from jax_wonly._validate import check_weights
 
 _FORMAT_NAME = "jax_wonly"
+_TABLE_VERSION = 2  # of the arrays and metadata of a tensor with a table: readers of version 1 would not see it
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("qvalue", "scales", "zeros", "offsets"),
-    meta_fields=("bits", "k", "n"),
+    meta_fields=("bits", "k", "n", "table"),
 )
 @dataclass(frozen=True, repr=False, eq=False)
 class QuantizedTensor:
@@ -36,6 +38,8 @@ class QuantizedTensor:
       bits: 4 or 8.
       k, n: inputs and outputs. Leading axes (layers, experts) are those of the arrays, so that ``vmap`` and ``scan``
         see them.
+      table: 16 numbers that four-bit codes stand for, ``w = table[q] * scales`` without zeros or offsets (NF4, FP4);
+        None: codes are integers.
 
     Example:
       >>> qt = jw.quantize(jax.random.normal(jax.random.key(0), (3, 128, 64)))
@@ -54,6 +58,7 @@ class QuantizedTensor:
     bits: int = field(kw_only=True)
     k: int = field(kw_only=True)
     n: int = field(kw_only=True)
+    table: tuple[float, ...] | None = field(kw_only=True, default=None)
 
     format_version: ClassVar[int] = FORMAT_VERSION
     # NumPy must leave `array @ tensor` to __rmatmul__.
@@ -82,7 +87,7 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes that the arrays take, padding of the packed format included."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self)
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
 
     @property
     def nbytes_dense(self) -> int:
@@ -90,13 +95,19 @@ class QuantizedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __iter__(self) -> Iterator[Any]:
-        """``(qvalue, scales)``, then the zeros or the offsets if there are any."""
+        """``(qvalue, scales)``, then the zeros or the offsets if there are any.
+
+        Raises:
+          TypeError: the weight has a table, without which its arrays mean something else.
+        """
+        if self.table is not None:
+            raise TypeError("jax_wonly: a QuantizedTensor with a table cannot be taken apart; pass it as it is.")
         return (a for a in (self.qvalue, self.scales, self.zeros, self.offsets) if a is not None)
 
     def __repr__(self) -> str:
         try:
             shape = ", ".join(map(str, self.shape))
-            kind = "symmetric"
+            kind = "symmetric" if self.table is None else name_of(self.table) or "table"
             if self.zeros is not None:
                 kind = f"zeros {self.zeros.dtype}"
             elif self.offsets is not None:
@@ -160,9 +171,7 @@ class QuantizedTensor:
         def cast(a):
             return a.astype(dtype) if a is not None and jnp.issubdtype(a.dtype, jnp.floating) else a
 
-        return QuantizedTensor(
-            self.qvalue, cast(self.scales), cast(self.zeros), cast(self.offsets), bits=self.bits, k=self.k, n=self.n
-        )
+        return replace(self, scales=cast(self.scales), zeros=cast(self.zeros), offsets=cast(self.offsets))
 
     def to_arrays(self, name: str = "") -> tuple[dict[str, jax.Array], dict[str, str]]:
         """Arrays and string metadata, as safetensors stores them; several tensors share a file under different names.
@@ -182,11 +191,13 @@ class QuantizedTensor:
         }
         metadata = {
             "format": _FORMAT_NAME,
-            "format_version": str(FORMAT_VERSION),
+            "format_version": str(FORMAT_VERSION if self.table is None else _TABLE_VERSION),
             "bits": str(self.bits),
             "k": str(self.k),
             "n": str(self.n),
         }
+        if self.table is not None:
+            metadata["table"] = json.dumps(self.table)
         return arrays, {prefix + key: value for key, value in metadata.items()}
 
     @classmethod
@@ -210,11 +221,11 @@ class QuantizedTensor:
 
         if (found := get("format")) != _FORMAT_NAME:
             raise ValueError(f"jax_wonly: metadata has {prefix}format={found!r}; accepted: {_FORMAT_NAME!r}.")
-        if (found := get("format_version")) != str(FORMAT_VERSION):
+        if (found := get("format_version")) not in (str(FORMAT_VERSION), str(_TABLE_VERSION)):
             raise ValueError(
                 f"jax_wonly: {prefix}format_version={found!r} of the packed arrays is not supported; accepted: "
-                f"'{FORMAT_VERSION}'. Quantize the dense weights again, or read them with the version of "
-                "jax_wonly that wrote them."
+                f"'{FORMAT_VERSION}', '{_TABLE_VERSION}'. Quantize the dense weights again, or read them with the "
+                "version of jax_wonly that wrote them."
             )
         missing = [prefix + part for part in ("qvalue", "scales") if prefix + part not in arrays]
         if missing:
@@ -225,15 +236,30 @@ class QuantizedTensor:
             raise ValueError(
                 f"jax_wonly: bits, k and n in the metadata of {name!r} must be integers: {error}"
             ) from error
+        table = None
+        if found == str(_TABLE_VERSION):
+            text = get("table")
+            try:
+                table = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"jax_wonly: {prefix}table in the metadata is not JSON: {error}") from error
         qvalue, scales = arrays[prefix + "qvalue"], arrays[prefix + "scales"]
         zeros, offsets = arrays.get(prefix + "zeros"), arrays.get(prefix + "offsets")
         check_weights(qvalue, scales, zeros, offsets, bits=bits, k=k)
+        try:
+            table = check_table(table, bits, zeros, offsets)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
         if scales.shape[-1] != n:
             raise ValueError(
                 f"jax_wonly: {prefix}scales has shape {tuple(scales.shape)}; accepted: [..., groups, {n}]."
             )
         return cls(
-            *(None if a is None else jnp.asarray(a) for a in (qvalue, scales, zeros, offsets)), bits=bits, k=k, n=n
+            *(None if a is None else jnp.asarray(a) for a in (qvalue, scales, zeros, offsets)),
+            bits=bits,
+            k=k,
+            n=n,
+            table=table,
         )
 
 
@@ -243,13 +269,20 @@ def check_parts(name: str, qt: QuantizedTensor) -> None:
     check_array(f"{name}.scales", qt.scales)
 
 
+def _meta(bits: int, k: int, n: int, table: list[float] | None = None):
+    """The metadata of a tensor; programs of older versions have none of the table."""
+    return bits, k, n, None if table is None else tuple(table)
+
+
 # jax.export stores the tree structure of arguments and results, so that it has to know how to write this node.
 jax.export.register_pytree_node_serialization(
     QuantizedTensor,
     serialized_name=f"jax_wonly.QuantizedTensor.v{FORMAT_VERSION}",
     serialize_auxdata=lambda meta: json.dumps(meta).encode(),
-    deserialize_auxdata=lambda data: tuple(json.loads(bytes(data))),
-    from_children=lambda aux_data, children: QuantizedTensor(*children, bits=aux_data[0], k=aux_data[1], n=aux_data[2]),
+    deserialize_auxdata=lambda data: _meta(*json.loads(bytes(data))),
+    from_children=lambda aux_data, children: QuantizedTensor(
+        *children, bits=aux_data[0], k=aux_data[1], n=aux_data[2], table=aux_data[3]
+    ),
 )
 
 

@@ -93,13 +93,18 @@ class Weight:
 
 
 def random_weight(rng, k, n, *, bits=4, group_size=None, mode="symmetric", scale_dtype="float32", lead=()) -> Weight:
-    """Independent random codes, scales and zeros or offsets, so that no value is special."""
+    """Independent random codes, scales and zeros or offsets, so that no value is special.
+
+    ``mode="table"``: codes index a table of random values.
+    """
     g = group_size or k
     shape = (*lead, k // g, n)
     codes = rng.integers(0, 2**bits, (*lead, k, n)).astype(np.uint8)
     dtype = DTYPES[scale_dtype]
     scales = (rng.uniform(0.3, 1.0, shape) * 2.0 ** (1 - bits)).astype(dtype)
-    zeros = offsets = None
+    zeros = offsets = table = None
+    if mode == "table":
+        table = tuple(rng.normal(0.1, 0.5, 16).astype(np.float32).tolist())
     if mode == "integer_zeros":
         zeros = rng.integers(0, 2**bits, shape).astype(np.uint8)
     elif mode == "float_zeros":
@@ -111,7 +116,10 @@ def random_weight(rng, k, n, *, bits=4, group_size=None, mode="symmetric", scale
         return np.repeat(np.asarray(a).astype(np.float64), g, axis=-2)
 
     s = spread(scales)
-    if offsets is not None:
+    if table is not None:
+        dense = np.asarray(table)[codes] * s
+        magnitude = np.abs(dense)
+    elif offsets is not None:
         dense = codes * s + spread(offsets)
         magnitude = codes * s + np.abs(spread(offsets))
     else:
@@ -122,7 +130,7 @@ def random_weight(rng, k, n, *, bits=4, group_size=None, mode="symmetric", scale
     for index in np.ndindex(*lead):
         packed[index] = pack(codes[index], bits)
     arrays = [None if a is None else jnp.asarray(a) for a in (packed, scales, zeros, offsets)]
-    return Weight(jw.QuantizedTensor(*arrays, bits=bits, k=k, n=n), dense, magnitude)
+    return Weight(jw.QuantizedTensor(*arrays, bits=bits, k=k, n=n, table=table), dense, magnitude)
 
 
 def random_x(rng, shape, dtype="float32") -> jnp.ndarray:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_wonly as jw
+from jax_wonly._table import NF4, TABLES
 from jax_wonly.compat import PermutedTensor, llama_cpp
 
 safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
@@ -406,6 +407,131 @@ def test_save_refuses(rng, tmp_path):
         checkpoint.save(tmp_path / "a.safetensors", {}, "gptq")
 
 
+# --- bitsandbytes ---
+
+
+def state_bytes(state) -> np.ndarray:
+    return np.frombuffer(json.dumps(state).encode(), np.uint8)
+
+
+def test_bitsandbytes_golden(tmp_path):
+    """By hand: the first of two codes is in the high nibble, and rows of outputs follow each other."""
+    row0 = bytes.fromhex("0123456789abcdef") * 4
+    tensors = {
+        "up.weight": np.frombuffer(row0 + b"\xf0" * 32, np.uint8).reshape(64, 1),
+        "up.weight.absmax": np.array([2.0, 0.5], np.float32),
+        "up.weight.quant_map": np.asarray(NF4, np.float32),
+        "up.weight.quant_state.bitsandbytes__nf4": state_bytes(
+            {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [2, 64]}
+        ),
+        "norm.weight": np.ones(3, np.float32),
+    }
+    value = np.stack([2 * np.tile(np.asarray(NF4, np.float32), 4), np.tile(np.float32([0.5, -0.5]), 32)], 1)
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    for path in (write(tmp_path / "config", tensors, config), write(tmp_path / "plain", tensors)):
+        ck = checkpoint.load(path)
+        assert ck.format == "bitsandbytes" and set(ck) == {"up.weight", "norm.weight"}
+        info = ck.info("up.weight")
+        assert (info.shape, info.bits, info.group_size, info.exact) == ((64, 2), 4, 64, True)
+        assert ck["up.weight"].table == NF4
+        np.testing.assert_array_equal(dense(ck["up.weight"]), value)
+    # absmax in bytes: [0.5, -1.5][byte / 255] * 4 + 3.5
+    nested = {k: v for k, v in tensors.items() if not k.endswith(("absmax", "nf4"))}
+    nested |= {
+        "up.weight.absmax": np.array([0, 255], np.uint8),
+        "up.weight.nested_absmax": np.array([4.0], np.float32),
+        "up.weight.nested_quant_map": np.linspace(0.5, -1.5, 256, dtype=np.float32),
+        "up.weight.quant_state.bitsandbytes__nf4": state_bytes(
+            {"quant_type": "nf4", "blocksize": 64, "shape": [2, 64], "nested_blocksize": 256, "nested_offset": 3.5}
+        ),
+    }
+    value = np.stack([5.5 / 2 * value[:, 0], -2.5 / 0.5 * value[:, 1]], 1)
+    np.testing.assert_array_equal(dense(checkpoint.load(write(tmp_path / "n", nested))["up.weight"]), value)
+
+
+def bitsandbytes_tensors(rng, n, k, blocksize, kind, nested=False, name="up.weight"):
+    """Random arrays of a weight, and its values, float32 ``[K, N]``."""
+    codes = codes_of(rng, n * k, 4)
+    padded = np.append(codes, np.uint8(0))[: (n * k + 1) // 2 * 2]
+    quant_map = np.asarray(TABLES[kind], np.float32)
+    count = -(-n * k // blocksize)
+    state: dict = {"quant_type": kind, "blocksize": blocksize, "dtype": "float16", "shape": [n, k]}
+    arrays = {"quant_map": quant_map, "absmax": rng.uniform(0.1, 2, count).astype(np.float32)}
+    absmax = arrays["absmax"]
+    if nested:
+        arrays["absmax"] = rng.integers(0, 256, count, dtype=np.uint8)
+        arrays["nested_quant_map"] = np.sort(rng.uniform(-1, 1, 256)).astype(np.float32)
+        arrays["nested_absmax"] = rng.uniform(0.1, 2, -(-count // 16)).astype(np.float32)
+        state |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": 0.7310585786300049}
+        absmax = arrays["nested_quant_map"][arrays["absmax"]] * np.repeat(arrays["nested_absmax"], 16)[:count]
+        absmax = absmax + np.float32(state["nested_offset"])
+    value = quant_map[codes] * np.repeat(absmax, blocksize)[: n * k]
+    tensors = {name: (padded[0::2] << 4 | padded[1::2])[:, None]}
+    tensors |= {f"{name}.{key}": a for key, a in arrays.items()}
+    return tensors | {f"{name}.quant_state.bitsandbytes__{kind}": state_bytes(state)}, value.reshape(n, k).T
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_bitsandbytes(rng, tmp_path, kind, nested):
+    # K, block size, and the group size that holds the values: what divides both.
+    for i, (n, k, blocksize, group) in enumerate(
+        [
+            (10, 128, 64, 64),
+            (7, 256, 128, 128),
+            (6, 1024, 512, 256),
+            (9, 96, 64, 32),
+            (8, 32, 64, 32),
+            (5, 160, 4096, 32),
+        ]
+    ):
+        tensors, value = bitsandbytes_tensors(rng, n, k, blocksize, kind, nested)
+        if i % 2:  # the bytes may be viewed as another type
+            tensors["up.weight"] = tensors["up.weight"].reshape(-1).view(np.float16 if i == 1 else np.int16)
+        ck = checkpoint.load(write(tmp_path / str(i), tensors))
+        assert ck.info("up.weight").exact and ck["up.weight"].group_size == group
+        np.testing.assert_array_equal(dense(ck["up.weight"]), value)
+        x = rng.normal(0.3, 1, (3, k)).astype(np.float32)
+        np.testing.assert_allclose(x @ ck["up.weight"], x.astype(np.float64) @ value, rtol=1e-4, atol=1e-3)
+    # Blocks that no groups of ours divide: an odd number of weights, the last block short.
+    tensors, value = bitsandbytes_tensors(rng, 7, 99, 64, kind, nested)
+    path = write(tmp_path / "odd", tensors)
+    np.testing.assert_array_equal(checkpoint.load(path, inexact="dense")["up.weight"], value)
+    with pytest.warns(UserWarning, match="cannot be held exactly"):
+        assert checkpoint.load(path)["up.weight"].bits == 8
+    with pytest.raises(checkpoint.FormatError, match="groups of 64"):
+        _ = checkpoint.load(path, inexact="error")["up.weight"]
+
+
+def test_damaged_bitsandbytes(rng, tmp_path):
+    tensors, _ = bitsandbytes_tensors(rng, 8, 64, 64, "nf4", nested=True)
+    base = "up.weight"
+    key = f"{base}.quant_state.bitsandbytes__nf4"
+    state = json.loads(tensors[key].tobytes())
+    changes = [
+        ({key: np.zeros(9, np.uint8)}, "not JSON"),
+        ({key: state_bytes([1])}, "an object"),
+        ({key: state_bytes(state | {"shape": [8, -64]})}, "shape"),
+        ({key: state_bytes(state | {"shape": [8, 128]})}, "bytes"),
+        ({key: state_bytes(state | {"blocksize": 0})}, "blocksize"),
+        ({key: state_bytes(state | {"blocksize": "64"})}, "blocksize"),
+        ({key: state_bytes(state | {"nested_offset": None})}, "nested_offset"),
+        ({key: state_bytes({k: v for k, v in state.items() if k != "nested_blocksize"})}, "nested_blocksize"),
+        ({f"{base}.quant_map": np.ones(15, np.float32)}, "quant_map"),
+        ({f"{base}.quant_map": np.full(16, np.nan, np.float32)}, "NaN"),
+        ({f"{base}.absmax": np.zeros(7, np.uint8)}, "absmax"),
+        ({f"{base}.absmax": np.zeros(8, np.float32)}, "absmax"),
+        ({f"{base}.nested_absmax": np.zeros(3, np.float32)}, "nested_absmax"),
+        ({f"{base}.nested_quant_map": None}, "nested_quant_map"),
+        ({f"{base}.quant_map": None}, "quant_map"),
+        ({base: None}, "up.weight"),
+    ]
+    for i, (change, said) in enumerate(changes):
+        damaged = {k: v for k, v in (tensors | change).items() if v is not None}
+        with pytest.raises(checkpoint.FormatError, match=said):
+            _ = checkpoint.load(write(tmp_path / str(i), damaged))[base]
+
+
 # --- damaged, hostile and foreign files ---
 
 
@@ -426,11 +552,10 @@ def test_pickles_are_refused(tmp_path):
 
 def test_what_is_not_supported_says_so(rng, tmp_path):
     s = scales_of(rng, (4, 1), np.float32)
-    nf4 = {"x.weight": np.zeros((64, 1), np.uint8), "x.weight.absmax": s[:, 0]}
-    nf4["x.weight.quant_state.bitsandbytes__nf4"] = np.zeros(9, np.uint8)
+    int8 = {"x.weight": np.zeros((64, 4), np.int8), "x.SCB": s[:, 0]}
     cases = [
-        (nf4, None, "bitsandbytes"),
-        (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        (int8, None, "x.SCB"),
+        (int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "LLM.int8"),
         ({"x.weight": s}, {"quant_method": "fp8"}, "fp8"),
         ({"x.weight": s, "x.weight_scale_inv": s}, None, "x.weight_scale_inv"),
         ({"x.qweight": np.zeros((4, 4), np.int32)}, {"quant_method": "awq"}, "x.scales"),

@@ -71,7 +71,9 @@ class Problem:
             self.shift = jnp.asarray(rng.uniform(0, top, shape), scale_dtype)
         elif mode == "offsets":
             self.shift = jnp.asarray(rng.normal(0.05, 0.1, shape), scale_dtype)
-        self.shift_mode = {"symmetric": 0, "integer zeros": 1, "float zeros": 1, "offsets": 2}[mode]
+        elif mode == "table":
+            self.shift = jnp.asarray(rng.normal(0.1, 0.5, (leading["shift"], 1, 16)), jnp.float32)
+        self.shift_mode = {"symmetric": 0, "integer zeros": 1, "float zeros": 1, "offsets": 2, "table": 3}[mode]
         self.bias = None if bias is None else jnp.asarray(rng.normal(0.3, 1.0, (leading["bias"], n)), bias)
         self.group = group
         self.has_bias = None  # the attribute, where it is not to follow from the operands
@@ -79,6 +81,10 @@ class Problem:
     def weights(self):
         """(W, magnitude of what is added up to it), float64 [B, K, N]."""
         s = np.repeat(np.asarray(self.scales, np.float64), self.group, 1)
+        if self.shift_mode == 3:
+            entries = np.arange(len(self.shift))[:, None, None] if len(self.shift) > 1 else 0
+            w = np.asarray(self.shift, np.float64)[entries, 0, self.codes] * s
+            return w, np.abs(w)
         z = 0 if self.shift is None else np.repeat(np.asarray(self.shift, np.float64), self.group, 1)
         if self.shift_mode == 2:
             return self.codes * s + z, self.codes * s + np.abs(z)
@@ -151,7 +157,21 @@ def test_matmul_against_float64(rng, isa, bits, mode, x_dtype):
         Problem(rng, *shape, bits=bits, mode=mode, x_dtype=x_dtype, scale_dtype=DTYPES[i % 3]).check()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_tables_against_float64(rng, isa, x_dtype):
+    for i, shape in enumerate(SHAPES):
+        problem = Problem(rng, *shape, mode="table", x_dtype=x_dtype, scale_dtype=DTYPES[i % 3])
+        problem.check()
+        dequantized = jax.ffi.ffi_call(_abi.DEQUANTIZE, jax.ShapeDtypeStruct((1, *shape[1:3]), jnp.float32))(
+            problem.qw, problem.scales, problem.shift, bits=np.int64(4), shift_mode=np.int64(3)
+        )
+        table, codes = np.asarray(problem.shift)[0, 0], problem.codes
+        np.testing.assert_array_equal(
+            dequantized, table[codes] * np.repeat(np.asarray(problem.scales, np.float32), problem.group, 1)
+        )
+
+
+@pytest.mark.parametrize("mode", [*MODES, "table"])
 def test_broadcast_operands(rng, isa, mode):
     """Every operand alone with a leading size of 1, and every one alone with the full size, at few rows and at many."""
     names = ("x", "qw", "scales", "shift", "bias")
@@ -341,7 +361,7 @@ class TestBadOperands:
     def test_matmul(self, rng):
         zeros = jnp.zeros
         self.product(rng, "bits = 5", bits=5)
-        self.product(rng, "shift_mode = 3", shift_mode=3)
+        self.product(rng, "shift_mode = 4", shift_mode=4)
         self.product(rng, "activation = 9", activation=9)
         self.product(rng, "1 optional operands; the attributes call for 2", bias=None, has_bias=1)
         self.product(rng, "optional operands", shift_mode=0)

@@ -138,7 +138,7 @@ def test_from_arrays_errors(rng):
     assert all(isinstance(v, str) for v in metadata.values())
     assert repr(jw.QuantizedTensor.from_arrays(arrays, metadata)) == repr(qt)
     for change, message in [
-        ({"format_version": "2"}, "format_version='2'.*accepted: '1'"),
+        ({"format_version": "3"}, "format_version='3'.*accepted: '1'"),
         ({"format": "marlin"}, "format='marlin'; accepted: 'jax_wonly'"),
         ({"bits": "four"}, "must be integers"),
         ({"bits": "8"}, r"qw has shape \(2, 1, 512\); accepted: \[..., 2, 2, 512\]"),

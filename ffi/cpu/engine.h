@@ -19,7 +19,8 @@ struct Rows {
   DType type = DType::kF32;
 };
 
-// Packed weights of one batch entry and their parameters: qw[Nt, Kt, 512], scales[groups, n], shift[groups, n].
+// Packed weights of one batch entry and their parameters: qw[Nt, Kt, 512], scales[groups, n], and shift[groups, n] or,
+// for ShiftMode::kTable, its float32 table[16].
 struct Weights {
   const uint32_t* qw;
   Rows scales;

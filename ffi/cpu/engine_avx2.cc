@@ -81,6 +81,25 @@ struct Ops {
       return {convert<i>(words.low), convert<i>(words.high)};
     }
   };
+
+  // The value that each code stands for. A shuffle reads the low three bits of a lane: one looks up each half of the
+  // table, and bit 3, moved to the sign, picks.
+  struct TableDecoder {
+    __m256 first, second;
+
+    explicit TableDecoder(const float* table) : first(_mm256_loadu_ps(table)), second(_mm256_loadu_ps(table + 8)) {}
+    template <int i>
+    __m256 convert(__m256i words) const {
+      const __m256i code = i == 0 ? words : _mm256_srli_epi32(words, 4 * i);
+      const __m256i pick = i == 7 ? words : _mm256_slli_epi32(words, 28 - 4 * i);
+      return _mm256_blendv_ps(_mm256_permutevar8x32_ps(first, code), _mm256_permutevar8x32_ps(second, code),
+                              _mm256_castsi256_ps(pick));
+    }
+    template <int i>
+    F get(I words) const {
+      return {convert<i>(words.low), convert<i>(words.high)};
+    }
+  };
 };
 
 }  // namespace

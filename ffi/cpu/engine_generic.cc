@@ -60,6 +60,19 @@ struct Ops {
       return __builtin_convertvector(reinterpret_cast<S>(code) - (kBiased ? bias_of(kBits) : 0), F);
     }
   };
+
+  // The value that each code stands for.
+  struct TableDecoder {
+    const float* table;
+
+    explicit TableDecoder(const float* table) : table(table) {}
+    template <int i>
+    F get(I words) const {
+      F values;
+      for (int lane = 0; lane < 16; ++lane) values[lane] = table[words[lane] >> (4 * i) & 15];
+      return values;
+    }
+  };
 };
 
 }  // namespace

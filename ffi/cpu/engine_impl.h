@@ -40,7 +40,17 @@ static_assert(code_position(8, 16 + 2 * 3 + 8 * 1 + 1, 9).word == 4 * (4 * 1 + 3
               code_position(8, 16 + 2 * 3 + 8 * 1 + 1, 9).shift == 8 * 3 &&
               Codes<8>::base(7) + Codes<8>::offset(3) == 31);
 
-enum : int { kNone = 0, kZeros = 1, kOffsets = 2 };  // ShiftMode as a template argument
+enum : int { kNone = 0, kZeros = 1, kOffsets = 2, kTable = 3 };  // ShiftMode as a template argument
+
+// Codes as float32: less the bias without a shift, or what they stand for in a table.
+template <int kBits, int kShift>
+struct CodeDecoder : Ops::Decoder<kBits, kShift == kNone> {
+  explicit CodeDecoder(const Weights&) {}
+};
+template <>
+struct CodeDecoder<4, kTable> : Ops::TableDecoder {
+  explicit CodeDecoder(const Weights& weights) : TableDecoder(static_cast<const float*>(weights.shift.data)) {}
+};
 
 // Weights as float32: x is [k][rows] of float32.
 struct F32Policy {
@@ -52,12 +62,13 @@ struct F32Policy {
   template <int kBits, int kShift>
   struct Decoder {
     static constexpr int kSteps = Codes<kBits>::kPerWord;
-    Ops::Decoder<kBits, kShift == kNone> codes;
+    CodeDecoder<kBits, kShift> codes;
     F scale, shift;
 
+    explicit Decoder(const Weights& weights) : codes(weights) {}
     void set(const float* scales, const float* shifts) {
       if (kShift == kOffsets) scale = Ops::load(scales);
-      if (kShift != kNone) shift = Ops::load(shifts);
+      if (kShift == kZeros || kShift == kOffsets) shift = Ops::load(shifts);
     }
     template <int i>
     W get(I words) const {
@@ -83,10 +94,11 @@ struct PairsPolicy {
 
   template <int kBits, int kShift>
   struct Decoder {
-    static_assert(kShift != kOffsets);
+    static_assert(kShift == kNone || kShift == kZeros);
     static constexpr int kSteps = Codes<kBits>::kPairsPerWord;
     Ops::PairDecoder<kBits, kShift == kNone> codes;
 
+    explicit Decoder(const Weights&) {}
     void set(const float*, const float* shifts) {
       if (kShift == kZeros) codes.set_zeros(Ops::load(shifts));
     }
@@ -136,7 +148,7 @@ void direct_kernel(const Weights& weights, const uint32_t* tiles, const void* pa
   const int64_t group_size = weights.group_size();
   const int64_t group_tiles = kHalfTiles ? 1 : weights.groups == 1 ? count : group_size / C::kTile;
   std::memset(totals, 0, sizeof(float) * kRows * kTileN);
-  Decoder decoder;
+  Decoder decoder(weights);
 
   for (int64_t begin = 0, end; begin < count; begin = end) {
     const int64_t group = begin / group_tiles;
@@ -285,7 +297,9 @@ int64_t direct_width(int64_t rows) {
 
 template <class Policy, int kShift>
 DirectKernel direct_for(const Weights& weights, int64_t rows) {
-  if (weights.bits == 8) return direct_for<Policy, 8, kShift, false>(rows);
+  if constexpr (kShift != kTable) {
+    if (weights.bits == 8) return direct_for<Policy, 8, kShift, false>(rows);
+  }
   if (weights.groups != 1 && weights.group_size() % 64 != 0) return direct_for<Policy, 4, kShift, true>(rows);
   return direct_for<Policy, 4, kShift, false>(rows);
 }
@@ -297,17 +311,20 @@ DirectKernel direct_for(const Weights& weights, int64_t rows) {
       return direct_for<Policy, kNone>(weights, rows);
     case ShiftMode::kZeros:
       return direct_for<Policy, kZeros>(weights, rows);
-    default:
+    case ShiftMode::kOffsets:
+      if constexpr (Policy::kFolds) return direct_for<Policy, kOffsets>(weights, rows);
+      break;
+    case ShiftMode::kTable:
+      if constexpr (Policy::kFolds) return direct_for<Policy, kTable>(weights, rows);
       break;
   }
-  if constexpr (Policy::kFolds) return direct_for<Policy, kOffsets>(weights, rows);
   return nullptr;
 }
 
 // Where a task keeps what it makes.
 struct Scratch {
   float* scales;  // [groups][64], lane order
-  float* shifts;  // [groups][64], lane order, unused without a shift
+  float* shifts;  // [groups][64], lane order, unused without zeros or offsets
   float* panel;   // [kChunk + 32][64]
   float* totals;  // [rows][64], lane order
 
@@ -323,7 +340,8 @@ struct Scratch {
   void load(const Weights& weights, int64_t tile) const { load(weights, tile, 0, weights.groups); }
   void load(const Weights& weights, int64_t tile, int64_t begin, int64_t end) const {
     load_parameter(weights, weights.scales, tile, begin, end, scales);
-    if (weights.shift_mode != ShiftMode::kNone) load_parameter(weights, weights.shift, tile, begin, end, shifts);
+    if (weights.shift_mode == ShiftMode::kZeros || weights.shift_mode == ShiftMode::kOffsets)
+      load_parameter(weights, weights.shift, tile, begin, end, shifts);
   }
 };
 
@@ -346,8 +364,8 @@ void matmul_direct(const MatmulTask& task) {
 // Codes of inputs [k_begin, k_end) as scaled float32 weights, panel[k - k_begin][64] in lane order. k_begin: a multiple
 // of 32.
 template <int kBits, int kShift, int i = 0>
-WONLY_ALWAYS_INLINE void decode_word(const Ops::Decoder<kBits, kShift == kNone>& decoder, I word,
-                                     const Scratch& scratch, const int32_t* group_at, int k, int column, float* panel) {
+WONLY_ALWAYS_INLINE void decode_word(const CodeDecoder<kBits, kShift>& decoder, I word, const Scratch& scratch,
+                                     const int32_t* group_at, int k, int column, float* panel) {
   if constexpr (i < Codes<kBits>::kPerWord) {
     const int row = k + Codes<kBits>::offset(i);
     const int at = group_at[row] + column;
@@ -376,7 +394,7 @@ void decode_f32(const Weights& weights, const uint32_t* tiles, int64_t k_begin, 
       left = group_size;
     }
   }
-  const Ops::Decoder<kBits, kShift == kNone> decoder;
+  const CodeDecoder<kBits, kShift> decoder(weights);
   for (int64_t tile = k_begin / C::kTile; tile * C::kTile < k_end; ++tile) {
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
       I words[8];
@@ -408,7 +426,7 @@ void decode_pairs(const Weights& weights, const uint32_t* tiles, int64_t k_begin
   using C = Codes<kBits>;
   const int64_t at = k_begin / weights.group_size() * kTileN;
   for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-    PairsPolicy::Decoder<kBits, kShift> decoder;
+    PairsPolicy::Decoder<kBits, kShift> decoder(weights);
     decoder.set(scratch.scales + at + atom * kLanes, scratch.shifts + at + atom * kLanes);
     for (int64_t tile = k_begin / C::kTile; tile * C::kTile < k_end; ++tile) {
       I words[8];
@@ -445,6 +463,8 @@ void decode_f32(const Weights& weights, const uint32_t* tiles, int64_t k_begin, 
       return (int4 ? decode_f32<4, kZeros> : decode_f32<8, kZeros>)(weights, tiles, k_begin, k_end, scratch, panel);
     case ShiftMode::kOffsets:
       return (int4 ? decode_f32<4, kOffsets> : decode_f32<8, kOffsets>)(weights, tiles, k_begin, k_end, scratch, panel);
+    case ShiftMode::kTable:
+      return decode_f32<4, kTable>(weights, tiles, k_begin, k_end, scratch, panel);
   }
 }
 

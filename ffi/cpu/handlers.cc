@@ -72,7 +72,7 @@ struct Product {
   // How rows in float32 (or f16) run. Runs shorter than 64 inputs leave nothing to gain over float32.
   Form form(const Share& share) const {
     const Weights first = weights_at(weights, 0);
-    if (transposed || !first.whole_groups()) return Form::kF32;
+    if (transposed || !first.whole_groups() || weights.shift_mode == ShiftMode::kTable) return Form::kF32;
     if (engine.pairs && x.type == DType::kBF16) {
       if (weights.shift_mode == ShiftMode::kNone) return Form::kBF16Pairs;
       if (weights.shift_mode == ShiftMode::kZeros && weights.shift.type == DType::kU8 &&

@@ -86,6 +86,17 @@ struct Ops {
     }
   };
 
+  // The value that each code stands for: the same look-up in another table.
+  struct TableDecoder {
+    F table;
+
+    explicit TableDecoder(const float* table) : table(load(table)) {}
+    template <int i>
+    F get(I words) const {
+      return _mm512_permutexvar_ps(i == 0 ? words : _mm512_srli_epi32(words, 4 * i), table);
+    }
+  };
+
   static I load_words(const void* p) { return _mm512_loadu_si512(p); }
   static void store_words(void* p, I v) { _mm512_storeu_si512(p, v); }
 

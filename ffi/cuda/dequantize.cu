@@ -51,6 +51,7 @@ __device__ __forceinline__ void load_parameters(const void* array, int64_t index
 
 template <typename T, int kBits, ShiftMode kMode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) dequantize_tiles(DequantizeArgs args) {
+  __shared__ float table[kTableEntries];  // sixteen banks: look-ups of a warp never wait for each other
   // Counts of CTAs and inputs fit 32 bits, whose division is several times cheaper than that of 64.
   const uint32_t n_tiles = static_cast<uint32_t>(ceil_div(args.n, kTileN));
   const int64_t k_tiles = ceil_div(args.k, tile_k(kBits));
@@ -62,6 +63,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) dequantize_t
   const int t = threadIdx.x % 32 / kColumns;
   const int64_t k_block = k_piece * kPieceK + threadIdx.x / 32 * kBlockK;
   const int64_t n = n_tile * kTileN + column * kThreadN;
+  if constexpr (kMode == ShiftMode::kTable) {
+    if (threadIdx.x < kTableEntries) {
+      table[threadIdx.x] = __ldg(static_cast<const float*>(args.shift) + batch * args.shift_batch_stride + threadIdx.x);
+    }
+    __syncthreads();
+  }
   if (k_block >= args.k || n >= args.n) return;
   const int count = static_cast<int>(args.n - n < kThreadN ? args.n - n : kThreadN);
   const bool vector = args.n % kThreadN == 0;
@@ -85,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) dequantize_t
   float scales[kThreadN];
   float shifts[kThreadN];
   load_parameters(args.scales, batch * args.scales_batch_stride + parameter, args.scale_dtype, count, vector, scales);
-  if (kMode != ShiftMode::kNone) {
+  if (kMode == ShiftMode::kZeros || kMode == ShiftMode::kOffsets) {
     load_parameters(args.shift, batch * args.shift_batch_stride + parameter, args.shift_dtype, count, vector, shifts);
   }
 
@@ -104,6 +111,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 3 : 2) dequantize_t
         value = __fmul_rn(code_to_f32(code & kMask, static_cast<float>(bias_of(kBits))), scales[j]);
       } else if (kMode == ShiftMode::kZeros) {
         value = __fmul_rn(__fsub_rn(code_to_f32(code & kMask), shifts[j]), scales[j]);
+      } else if (kMode == ShiftMode::kTable) {
+        value = __fmul_rn(table[code & kMask], scales[j]);
       } else {
         value = __fadd_rn(__fmul_rn(code_to_f32(code & kMask), scales[j]), shifts[j]);
       }
@@ -132,6 +141,11 @@ cudaError_t launch(const DequantizeArgs& args, cudaStream_t stream) {
       return launch_kernel(dequantize_tiles<T, kBits, ShiftMode::kZeros>, shape, stream, args);
     case ShiftMode::kOffsets:
       return launch_kernel(dequantize_tiles<T, kBits, ShiftMode::kOffsets>, shape, stream, args);
+    case ShiftMode::kTable:
+      if constexpr (kBits == 4) {
+        return launch_kernel(dequantize_tiles<T, kBits, ShiftMode::kTable>, shape, stream, args);
+      }
+      break;
   }
   return cudaErrorInvalidValue;
 }

@@ -37,6 +37,19 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
     if (ceil_div(stages, warps) * warps < ceil_div(stages, config.warps) * config.warps) config.warps = warps;
   }
   config.shared_bytes = shared_share(device, one_wave ? 1 : 2);
+  if (args.shift_mode == ShiftMode::kTable) {
+    // Every CTA keeps a table beside its rings, which are as many as then fit: more warps hide the look-ups.
+    if (config.token_tiles == 1) {
+      config.warps = !one_wave ? 6 : config.atoms == 4 ? 14 : 16;
+    } else if (device.architecture >= 90) {
+      config.atoms = 4;
+      config.cluster = 1;
+      while (config.cluster < 4 && 2 * ctas(4) * config.cluster <= device.multiprocessors) config.cluster *= 2;
+      const bool shares = ctas(4) * config.cluster > device.multiprocessors;
+      config.warps = shares ? 4 : 8;
+      config.shared_bytes = shared_share(device, shares ? 2 : 1);
+    }
+  }
   return config;
 }
 

@@ -16,7 +16,7 @@ struct MatmulArgs {
   const void* x;
   const uint32_t* qw;
   const void* scales;  // [B, groups, N]
-  const void* shift;   // [B, groups, N], null without
+  const void* shift;   // [B, groups, N], null without; of kTable the table, float32[B, 16]
   const void* bias;    // [B, N], null without
   void* y;
   void* scratch;  // room for partial sums, as much as there is

@@ -4,7 +4,7 @@ namespace wonly::decode {
 
 bool supports(const MatmulArgs& args) {
   const int log2 = log2_group_blocks(args);
-  return args.m <= kMaxTokens && args.k > 0 && (log2 < 0 || log2 >= 2);
+  return args.m <= kMaxTokens && args.k > 0 && (log2 < 0 || log2 >= 2) && args.shift_mode != ShiftMode::kTable;
 }
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {

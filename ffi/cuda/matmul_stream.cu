@@ -3,6 +3,7 @@
 namespace wonly::stream {
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+  if (args.shift_mode == ShiftMode::kTable) return launch_table(args, config, stream);
   switch (args.x_dtype) {
     case DType::kF16:
       return launch_f16(args, config, stream);

@@ -13,6 +13,11 @@
 // Tokens with an activation of 2^64 or more, infinite or NaN leave the range where that is exact, which shows in their
 // sum(x); they are recomputed term by term as a dense product would (exact_sum), so infinities and NaNs propagate as
 // they do there.
+//
+// Codes that index a table of sixteen values are looked up in shared memory instead, two at a time: the 256 pairs of
+// values as 16-bit numbers, a copy for each lane, so that the 32 look-ups of a warp read 32 different banks. What
+// enters the tensor core then are values, with neither zeros nor powers of two to undo, and infinities and NaNs
+// propagate by themselves.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,9 +60,14 @@ struct Params {
 // shared memory as long as the kernel runs.
 struct Consecutive {
   static constexpr bool kRagged = false;
+  static constexpr bool kTable = false;  // whether codes index a table
+};
+struct ConsecutiveOfTable : Consecutive {
+  static constexpr bool kTable = true;
 };
 struct Ragged {
   static constexpr bool kRagged = true;
+  static constexpr bool kTable = false;
   ragged::Work work;
   int first_tile;  // of this launch
   int plan_at;     // in shared memory: the rows of the tile, then the plan
@@ -151,6 +161,32 @@ struct Codes<__half, kBits> {
   }
 };
 
+constexpr int kPairs = kTableEntries * kTableEntries;
+constexpr int kPairTableBytes = kPairs * 32 * 4;
+
+// Writes the pairs of a table, by all threads of the CTA, of which lane i has entry i % 16: pair c0 + 16 c1 of every
+// lane.
+template <typename X>
+__device__ __forceinline__ void fill_pair_table(float value, uint8_t* pairs) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 4
+  for (int first = 4 * warp; first < kPairs; first += 4 * (blockDim.x / 32)) {
+    const int pair = first + lane / 8;
+    const X low = from_float<X>(__shfl_sync(0xffffffffu, value, pair % kTableEntries));
+    const X high = from_float<X>(__shfl_sync(0xffffffffu, value, pair / kTableEntries));
+    const uint32_t both = pack_pair(low, high);
+    reinterpret_cast<uint4*>(pairs)[first * 8 + lane] = make_uint4(both, both, both, both);
+  }
+}
+
+// Pair `index` of a word of four-bit codes, which is the codes c0 and c1 in nibbles `index` and `index` + 4. `pairs`:
+// the shared address of this lane's copy of entry 0. A product of two 16-bit numbers with two bytes gives the address,
+// c0 * 128 + c1 * 2048 from there, in one instruction.
+__device__ __forceinline__ uint32_t look_up_pair(uint32_t pairs, uint32_t word, int index) {
+  const uint32_t nibbles = (index == 0 ? word << 4 : word >> (4 * index - 4)) & 0x00f000f0u;
+  return ptx::load_shared(__dp2a_lo(nibbles, 0x8008u, pairs));
+}
+
 template <typename X>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<X, __half>) {
@@ -184,10 +220,17 @@ __device__ __forceinline__ void read_rows(float (&to)[kAtoms][2], const uint8_t*
   }
 }
 
-// A stage's sums join the accumulator kFlushes times: 4 for groups of 32 and 64 inputs, else once.
+// Bytes of a zero or offset.
+__host__ __device__ inline int shift_bytes(const MatmulArgs& args) {
+  return args.shift_mode == ShiftMode::kNone || args.shift_mode == ShiftMode::kTable ? 0
+                                                                                     : element_size(args.shift_dtype);
+}
+
+// A stage's sums join the accumulator kFlushes times, at least as often as its scales change.
 template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes, typename Tokens>
 __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     stream_matmul(const __grid_constant__ Params params, const __grid_constant__ Tokens source) {
+  constexpr bool kTable = Tokens::kTable;
   constexpr int kRows = kAtoms * kAtomN;
   constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage
   constexpr int kWeightBytes = weight_bytes(kAtoms, kBits);
@@ -197,10 +240,12 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   constexpr int kTokenChunks = kStageK / kChunkX;  // copies of one token
   constexpr int kCopyTokens = 32 / kTokenChunks;   // tokens that the 32 lanes copy at once
   constexpr int kCopies = 8 * kTokenTiles / kCopyTokens;
+  constexpr int kFlushBlocks = kStageBlocks / kFlushes;
   using C = Codes<X, kBits>;
   using Raw = typename Operand<X>::Raw;
   static_assert(kTileN % kRows == 0, "a warp's outputs lie in one tile");
   static_assert(kCopyTokens >= 1, "a token's stage is at most one copy of the warp");
+  static_assert(!kTable || (kBits == 4 && kPieces == 1));
 
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& args = params.args;
@@ -250,7 +295,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const X* x = static_cast<const X*>(args.x) + batch * args.x_batch_stride;
   const uint32_t* qw = args.qw + batch * args.qw_batch_stride;
   const int scale_size = element_size(args.scale_dtype);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const int shift_size = shift_bytes(args);
   const int shift_at =
       kWeightBytes + kFlushes * kRows * scale_size;  // scales follow the weights in a slot, shift and x follow them
   const int x_at = shift_at + kFlushes * kRows * shift_size;
@@ -271,7 +316,9 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const int full_stages = static_cast<int>(args.k / kStageK);
   const int blocks = static_cast<int>(ceil_div(args.k, kBlockK));
   const bool grouped = params.log2_group_blocks >= 0;
-  uint8_t* const ring = shared + warp * params.warp_bytes;
+  const uint32_t lane_pairs = ptx::shared_address(shared) + lane * 4;
+  uint8_t* const rings = shared + (kTable ? kPairTableBytes : 0);
+  uint8_t* const ring = rings + warp * params.warp_bytes;
   uint8_t* const ring_end = ring + params.depth * params.slot_bytes;
 
   // What this lane copies next: its words of the stage, its 16 bytes of some tokens, its 4 bytes of a row of scales.
@@ -297,7 +344,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     const int bytes = outputs * size;
 #pragma unroll 1
     for (int row = 0; row < kFlushes; ++row, to += kRows * size) {
-      const int block = next_stage * kStageBlocks + row;
+      const int block = next_stage * kStageBlocks + row * kFlushBlocks;
       if (block >= blocks) break;
       const uint8_t* from = rows + ((block >> params.log2_group_blocks) * args.n + n0) * size;
       if (params.scales_in_pieces_of_4) {
@@ -359,14 +406,24 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     ptx::cp_async_commit();
   };
 
+  float table_entry = 0.f;  // on its way before the weights are
+  if (kTable) {
+    table_entry = __uint_as_float(
+        ptx::load_32(static_cast<const float*>(args.shift) + batch * args.shift_batch_stride + lane % kTableEntries));
+  }
 #pragma unroll 1
   for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * params.slot_bytes);
+  if constexpr (kTable) {
+    fill_pair_table<X>(table_entry, shared);
+    __syncthreads();
+  }
 
   float acc[kAtoms][kTokenTiles][4] = {};
   bool exceptional[kTokenTiles][2] = {};  // tokens 2t and 2t + 1 of the tile
   // w = scale * code + offset, with x's and the codes' powers of two in both.
   float scale[kAtoms][2], offset[kAtoms][2];
   const auto set_offsets = [&]() {
+    if (kTable) return;
     const float bias = static_cast<float>(bias_of(kBits));
 #pragma unroll
     for (int atom = 0; atom < kAtoms; ++atom) {
@@ -403,7 +460,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     fetch(free_slot);
 #pragma unroll
     for (int flush = 0; flush < kFlushes; ++flush) {
-      if (kFlushes > 1 && stage * kStageBlocks + flush >= blocks) break;
+      if (kFlushes > 1 && stage * kStageBlocks + flush * kFlushBlocks >= blocks) break;
       if (grouped) {
         read_rows<kAtoms>(scale, slot + kWeightBytes + flush * kRows * scale_size, args.scale_dtype, g);
         if (shift_size != 0)
@@ -413,7 +470,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
       float part[kAtoms][kTokenTiles][4] = {};
       float sum[kTokenTiles][4] = {};
 #pragma unroll
-      for (int block = flush * kStageBlocks / kFlushes; block < (flush + 1) * kStageBlocks / kFlushes; ++block) {
+      for (int block = flush * kFlushBlocks; block < (flush + 1) * kFlushBlocks; ++block) {
         uint4 words[kAtoms];
 #pragma unroll
         for (int atom = 0; atom < kAtoms; ++atom) {
@@ -430,6 +487,13 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
             const bool second = kBits == 4 ? block % 2 == 1 : step == 1;
             const uint32_t low = second ? w.z : w.x, high = second ? w.w : w.y;  // rows g and g + 8
             const int pair = kBits == 4 ? 2 * step : 0;
+            if constexpr (kTable) {
+              codes[atom][0] = look_up_pair(lane_pairs, low, pair);
+              codes[atom][1] = look_up_pair(lane_pairs, high, pair);
+              codes[atom][2] = look_up_pair(lane_pairs, low, pair + 1);
+              codes[atom][3] = look_up_pair(lane_pairs, high, pair + 1);
+              continue;
+            }
             codes[atom][0] = C::pair(low, pair);
             codes[atom][1] = C::pair(high, pair);
             codes[atom][2] = C::pair(low, pair + 1);
@@ -439,11 +503,18 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
           for (int tile = 0; tile < kTokenTiles; ++tile) {
             const uint8_t* pairs = slot + token_x[tile] + (block * 2 + step) * 16 * sizeof(X);
             uint32_t b0[kPieces], b1[kPieces];
-            Operand<X>::pieces(*reinterpret_cast<const Raw*>(pairs), false, b0);
-            Operand<X>::pieces(*reinterpret_cast<const Raw*>(pairs + 8 * sizeof(X)), C::kOddTimes16, b1);
+            const Raw x0 = *reinterpret_cast<const Raw*>(pairs);
+            const Raw x1 = *reinterpret_cast<const Raw*>(pairs + 8 * sizeof(X));
+            if constexpr (kTable) {
+              b0[0] = x0;
+              b1[0] = x1;
+            } else {
+              Operand<X>::pieces(x0, false, b0);
+              Operand<X>::pieces(x1, C::kOddTimes16, b1);
+            }
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
-              mma<X>(sum[tile], ones, b0[piece], b1[piece]);
+              if (!kTable) mma<X>(sum[tile], ones, b0[piece], b1[piece]);
 #pragma unroll
               for (int atom = 0; atom < kAtoms; ++atom) mma<X>(part[atom][tile], codes[atom], b0[piece], b1[piece]);
             }
@@ -457,9 +528,11 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
 #pragma unroll
           for (int atom = 0; atom < kAtoms; ++atom) {
             float& a = acc[atom][tile][i];
-            a = fmaf(scale[atom][i / 2], part[atom][tile][i], fmaf(offset[atom][i / 2], sum[tile][i % 2], a));
+            a = fmaf(scale[atom][i / 2], part[atom][tile][i],
+                     kTable ? a : fmaf(offset[atom][i / 2], sum[tile][i % 2], a));
           }
         }
+        if (kTable) continue;
         exceptional[tile][0] |= !(fabsf(sum[tile][0]) < INFINITY);
         exceptional[tile][1] |= !(fabsf(sum[tile][1]) < INFINITY);
       }
@@ -508,12 +581,12 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     }
   }
   __syncthreads();
-  float* total = reinterpret_cast<float*>(shared + warps * params.warp_bytes);
+  float* total = reinterpret_cast<float*>(rings + warps * params.warp_bytes);
   for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
     const int token = i / kRows, row = i % kRows;
     float value = 0.f;
     for (int w = 0; w < warps; ++w) {
-      value += reinterpret_cast<const float*>(shared + w * params.warp_bytes)[token * kStride + row];
+      value += reinterpret_cast<const float*>(rings + w * params.warp_bytes)[token * kStride + row];
     }
     if (params.cluster == 1) {
       finish(args, batch, row_of(token), n0 + row, value);
@@ -546,12 +619,13 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   } else {
     tokens = static_cast<int>(std::min<int64_t>(args.m, tokens));
   }
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-  const int slot = weight_bytes(kAtoms, kBits) + kFlushes * kRows * (element_size(args.scale_dtype) + shift_size) +
+  constexpr int kTableBytes = Tokens::kTable ? kPairTableBytes : 0;
+  const int slot = weight_bytes(kAtoms, kBits) +
+                   kFlushes * kRows * (element_size(args.scale_dtype) + shift_bytes(args)) +
                    (tokens + 1) / 2 * 2 * token_bytes(sizeof(X));  // 32 lanes copy two tokens of 16-bit numbers at once
   const int partial = tokens * partial_stride(kAtoms) * 4;
   const int total = config.cluster > 1 ? tokens * kRows * 4 : 0;
-  const int budget = config.shared_bytes - total - plan_bytes;
+  const int budget = config.shared_bytes - total - plan_bytes - kTableBytes;
   params.slot_bytes = slot;
   params.depth = std::min(budget / config.warps / slot, kMaxDepth);
   if (params.depth < 2) return cudaErrorInvalidConfiguration;
@@ -561,7 +635,7 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
                     static_cast<unsigned>(ceil_div(args.m, 8 * kTokenTiles)), static_cast<unsigned>(args.batch));
   shape.threads = config.warps * 32;
   shape.cluster = config.cluster;
-  shape.shared_bytes = config.warps * params.warp_bytes + total + plan_bytes;
+  shape.shared_bytes = kTableBytes + config.warps * params.warp_bytes + total + plan_bytes;
   const auto kernel = stream_matmul<X, kBits, kAtoms, kTokenTiles, kFlushes, Tokens>;
   if constexpr (Tokens::kRagged) {
     source.plan_at = config.warps * params.warp_bytes + total;
@@ -582,6 +656,11 @@ template <typename X, int kBits, int kTokenTiles, typename Tokens>
 cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
   const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
   const auto launch = [&](auto atoms) {
+    if constexpr (Tokens::kTable) {  // whose common groups are of 64 inputs
+      if (params.log2_group_blocks == 1) {
+        return launch_instance<X, kBits, atoms.value, kTokenTiles, 2>(params, source, config, stream);
+      }
+    }
     return small_groups ? launch_instance<X, kBits, atoms.value, kTokenTiles, 4>(params, source, config, stream)
                         : launch_instance<X, kBits, atoms.value, kTokenTiles, 1>(params, source, config, stream);
   };
@@ -599,17 +678,20 @@ cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Con
   params.cluster = config.cluster;
   params.log2_group_blocks = log2_group_blocks(args);
   if (args.groups > 1) {
-    const int shift_size = args.shift_mode == ShiftMode::kNone ? 4 : element_size(args.shift_dtype);
+    const int shift_size = shift_bytes(args);
     params.scales_in_pieces_of_4 = args.n * element_size(args.scale_dtype) % 4 == 0 && args.n * shift_size % 4 == 0;
   }
   params.x_in_pieces_of_16 = args.k * sizeof(X) % 16 == 0;
   if (config.warps < 1 || config.warps > max_warps(config.token_tiles)) return cudaErrorInvalidValue;
-  if (config.token_tiles == 1) {
-    return args.bits == 4 ? launch_tokens<X, 4, 1>(params, source, config, stream)
-                          : launch_tokens<X, 8, 1>(params, source, config, stream);
+  const bool narrow = config.token_tiles == 1;
+  if constexpr (!Tokens::kTable) {
+    if (args.bits == 8) {
+      return narrow ? launch_tokens<X, 8, 1>(params, source, config, stream)
+                    : launch_tokens<X, 8, 2>(params, source, config, stream);
+    }
   }
-  return args.bits == 4 ? launch_tokens<X, 4, 2>(params, source, config, stream)
-                        : launch_tokens<X, 8, 2>(params, source, config, stream);
+  return narrow ? launch_tokens<X, 4, 1>(params, source, config, stream)
+                : launch_tokens<X, 4, 2>(params, source, config, stream);
 }
 
 }  // namespace wonly::stream

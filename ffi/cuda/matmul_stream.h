@@ -1,4 +1,4 @@
-// The small-M product (matmul_stream.cuh), one compiled file per activation type.
+// The small-M product (matmul_stream.cuh), one compiled file per activation type and one for tables.
 #pragma once
 
 #include "cuda/matmul.h"
@@ -24,6 +24,8 @@ cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t st
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+// ShiftMode::kTable, for 16-bit activations.
+cudaError_t launch_table(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
 // Of a ragged product: four atoms, and tiles of 8 * token_tiles rows in its plan.
 cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, const Config& config, cudaStream_t stream);

@@ -11,6 +11,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// By address, for addresses that arithmetic has made.
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(address));
+  return value;
+}
+
 // sm_75 has neither asynchronous copies nor bf16 tensor cores: there copies are plain loads and stores, and bf16
 // kernels are never launched (matmul.cu).
 

@@ -27,7 +27,7 @@ struct QuantizeArgs {
 struct DequantizeArgs {
   const uint32_t* qw;
   const void* scales;
-  const void* shift;  // null without
+  const void* shift;  // null without; of kTable the table, float32[16]
   void* w;
   int64_t batch;
   int64_t qw_batch_stride, scales_batch_stride, shift_batch_stride;

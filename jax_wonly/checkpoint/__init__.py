@@ -137,10 +137,11 @@ def load(
     Args:
       path: a safetensors or GGUF file, or a folder with safetensors files and a ``config.json``.
       format: ``"auto"`` (from the configuration, else from the names of the tensors), ``"jax_wonly"``, ``"awq"``,
-        ``"gptq"``, ``"compressed-tensors"``, ``"hqq"``, ``"mlx"``, ``"torchao"``, ``"gguf"`` or ``"dense"``.
-      inexact: what to do with weights that the packed format cannot hold, which are GGUF's Q6_K, HQQ's axis 0 and
-        groups that are no multiple of 32: ``"requantize"`` (int8 in groups of 32, with a warning), ``"dense"`` (float32
-        ``[K, N]``) or ``"error"``.
+        ``"bitsandbytes"``, ``"gptq"``, ``"compressed-tensors"``, ``"hqq"``, ``"mlx"``, ``"torchao"``, ``"gguf"`` or
+        ``"dense"``.
+      inexact: what to do with weights that the packed format cannot hold, which are GGUF's Q6_K, HQQ's axis 0, groups
+        that are no multiple of 32, and blocks of bitsandbytes that have no such group in common with K:
+        ``"requantize"`` (int8 in groups of 32, with a warning), ``"dense"`` (float32 ``[K, N]``) or ``"error"``.
       progress: whether iterating over the tensors draws a progress bar on standard error.
       config: the configuration of the quantization, instead of the one beside the files.
 
@@ -206,14 +207,14 @@ def _config_beside(path: Path) -> dict[str, Any]:
     return {}
 
 
-_METHODS = ("awq", "gptq", "compressed-tensors", "hqq", "torchao")
+_METHODS = ("awq", "bitsandbytes", "gptq", "compressed-tensors", "hqq", "torchao")
 
 
 def _detect(files: SafetensorsFiles, config: Mapping[str, Any]) -> str:
     if OWN_KEY in files.metadata:
         return "jax_wonly"
     method = config.get("quant_method")
-    if any(".quant_state.bitsandbytes__" in name or name.endswith(".SCB") for name in files):
+    if any(".quant_state.bitsandbytes__" in name for name in files):
         method = "bitsandbytes"
     if method is not None:
         if method not in _METHODS:

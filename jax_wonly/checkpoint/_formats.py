@@ -1,6 +1,7 @@
 """Which tensors of the files make up a weight, format by format, and how each becomes one of ours."""
 
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from jax_wonly._quantize import quantize
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import check_choice
 from jax_wonly.checkpoint._files import FormatError, GgufFile, SafetensorsFiles
-from jax_wonly.compat import PermutedTensor, awq, compressed_tensors, gptq, hqq, llama_cpp, mlx, torchao
+from jax_wonly.compat import PermutedTensor, awq, bitsandbytes, compressed_tensors, gptq, hqq, llama_cpp, mlx, torchao
 from jax_wonly.compat._codes import supported_group, words_for
 
 OWN_KEY = "jax_wonly"
@@ -388,6 +389,65 @@ def read_mlx(r: Reader) -> Iterator[Entry]:
         yield Entry(TensorInfo(f"{base}.weight", "mlx", (*lead, k, n), bits, group_size, r.nbytes(names), exact), read)
 
 
+_BITSANDBYTES_STATE = ".quant_state.bitsandbytes__"
+
+
+def _bitsandbytes_state(r: Reader, name: str) -> dict[str, Any]:
+    """The numbers beside a weight, which are JSON in a tensor of bytes, those that are used checked."""
+    data = r.files.read(name)
+    try:
+        state = json.loads(data.tobytes()) if data.dtype == np.uint8 else None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"jax_wonly: {name} is not JSON: {error}") from error
+    if not isinstance(state, dict):
+        raise FormatError(f"jax_wonly: {name} is {data.dtype}{list(data.shape)}; accepted: an object as JSON in uint8.")
+    shape = state.get("shape")
+    if not isinstance(shape, list) or len(shape) != 2 or any(type(s) is not int or s < 1 for s in shape):
+        raise FormatError(f"jax_wonly: {name} has shape={shape!r}; accepted: [N, K].")
+    for key, default in (("blocksize", None), ("nested_blocksize", 1)):
+        if integer(state, key, default=default) < 1:
+            raise FormatError(f"jax_wonly: {name} has {key}={state[key]}; accepted: at least 1.")
+    offset = state.get("nested_offset", 0.0)
+    if isinstance(offset, bool) or not isinstance(offset, int | float) or not np.isfinite(np.float32(offset)):
+        raise FormatError(f"jax_wonly: {name} has nested_offset={offset!r}; accepted: a finite number.")
+    return state
+
+
+def read_bitsandbytes(r: Reader) -> Iterator[Entry]:
+    for kind in ("nf4", "fp4"):
+        for base in r.bases(_BITSANDBYTES_STATE + kind):
+            state_key = _BITSANDBYTES_STATE + kind
+            nested = base + ".nested_absmax" in r.files
+            parts = ("", ".absmax", ".quant_map", state_key)
+            names = r.claim(base, (*parts, ".nested_absmax", ".nested_quant_map") if nested else parts)
+            state = _bitsandbytes_state(r, names[state_key])
+            n, k = state["shape"]
+            blocksize = state["blocksize"]
+            if nested and not {"nested_blocksize", "nested_offset"} <= set(state):
+                raise FormatError(f"jax_wonly: {names[state_key]} lacks nested_blocksize or nested_offset.")
+
+            def call(function, names=names, state=state, nested=nested):
+                absmax = r.files.read(names[".absmax"]) if nested else r.finite(names[".absmax"])
+                if nested:
+                    absmax = bitsandbytes.dequantize_absmax(
+                        absmax,
+                        r.finite(names[".nested_absmax"]),
+                        r.finite(names[".nested_quant_map"]),
+                        state["nested_offset"],
+                        nested_blocksize=state["nested_blocksize"],
+                    )
+                weight = r.files.read(names[""]).reshape(-1).view(np.uint8)
+                quant_map = r.finite(names[".quant_map"])
+                return function(weight, absmax, quant_map, tuple(state["shape"]), blocksize=state["blocksize"])
+
+            exact = _is_exact(math.gcd(k, blocksize), k)
+            yield Entry(
+                TensorInfo(base, kind, (k, n), 4, blocksize, r.nbytes(names), exact),
+                lambda call=call: call(bitsandbytes.decode),
+                lambda call=call: call(bitsandbytes.dequantize),
+            )
+
+
 _TORCHAO = re.compile(r"(?P<base>.*?)(?::|\._(?P<parameter>\w+?)_)qdata")
 
 
@@ -469,6 +529,7 @@ def read_own(r: Reader) -> Iterator[Entry]:
 READERS: dict[str, Callable[[Reader], Iterator[Entry]]] = {
     "jax_wonly": read_own,
     "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
     "gptq": read_gptq,
     "compressed-tensors": read_compressed_tensors,
     "hqq": read_hqq,
@@ -478,7 +539,17 @@ READERS: dict[str, Callable[[Reader], Iterator[Entry]]] = {
 }
 
 # What a quantized tensor of another kind leaves behind, so that it is not taken for a dense one.
-_RELICS = (".qweight", ".qzeros", ".W_q", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax", ":qdata")
+_RELICS = (
+    ".qweight",
+    ".qzeros",
+    ".W_q",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_inv",
+    ".absmax",
+    ".SCB",
+    ":qdata",
+)
 
 
 def read_safetensors(files: SafetensorsFiles, config: Mapping[str, Any], format: str) -> Iterator[Entry]:
@@ -493,7 +564,7 @@ def read_safetensors(files: SafetensorsFiles, config: Mapping[str, Any], format:
         if name.endswith(_RELICS) or ".quant_state." in name or name.endswith("_qdata"):
             raise FormatError(
                 f"jax_wonly: {name} belongs to a quantized weight, but not of the format {format!r}; accepted formats: "
-                f"{', '.join(map(repr, READERS))} (those of bitsandbytes, fp8 and fp4 are not supported)."
+                f"{', '.join(map(repr, READERS))} (LLM.int8, fp8 and fp4 are not supported)."
             )
     yield from reader.dense()
 

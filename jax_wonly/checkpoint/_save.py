@@ -1,5 +1,6 @@
 """Writing checkpoints: our own safetensors, GPTQ's and compressed-tensors'."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -132,10 +133,7 @@ def _parts(
     if format == "jax_wonly":
         # Padding is not part of the value, and must not be part of the bytes.
         qvalue = pack(unpack(weight.qvalue, weight.bits, weight.k, weight.n), weight.bits)
-        weight = QuantizedTensor(
-            qvalue, weight.scales, weight.zeros, weight.offsets, bits=weight.bits, k=weight.k, n=weight.n
-        )
-        arrays, described = weight.to_arrays()
+        arrays, described = dataclasses.replace(weight, qvalue=qvalue).to_arrays()
         if isinstance(value, PermutedTensor):
             arrays["permutation"] = value.permutation
         return {f"{name}.{part}": np.asarray(a) for part, a in arrays.items()}, {name: described}

@@ -307,7 +307,7 @@ def _store(layer: Any, value: _Weight) -> None:
     for name in ("qvalue", "scales", "zeros", "offsets"):
         array = getattr(weight, name)
         setattr(layer, name, nnx.data(None) if array is None else QuantizedParam(array))
-    layer.bits = weight.bits
+    layer.bits, layer.table = weight.bits, nnx.static(weight.table)
     if isinstance(layer, PermutedLinear):
         same = jnp.arange(weight.k, dtype=jnp.int32)
         layer.permutation = QuantizedParam(value.permutation if isinstance(value, PermutedTensor) else same)

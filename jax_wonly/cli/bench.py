@@ -14,6 +14,7 @@ import jax
 from jax_wonly import _ffi
 from jax_wonly._quantize import MODES
 from jax_wonly._svg import Series, line_chart
+from jax_wonly._table import TABLES
 from jax_wonly._timing import CPU_COLD_BYTES, Product, copies_of, cpu_model, interleave
 from jax_wonly._validate import FLOATS
 from jax_wonly._version import __version__
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=FLOATS, help="of activations and dense weights")
     parser.add_argument("--bits", nargs="+", type=int, choices=(4, 8), default=[4], help="(default: 4)")
     parser.add_argument("--group-size", type=group_size, default=128, metavar="G", help="32 to 256, or channel")
-    parser.add_argument("--mode", choices=MODES, default="symmetric", help="(default: %(default)s)")
+    parser.add_argument("--mode", choices=(*MODES, *TABLES), default="symmetric", help="(default: %(default)s)")
     parser.add_argument("--no-xla", action="store_true", help="leave out XLA's own product of int4 or int8 codes")
     parser.add_argument("--cold", action="store_true", help="on CPUs, rotate weights through more than any cache")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row, on CPUs (default: %(default)s)")

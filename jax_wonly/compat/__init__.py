@@ -7,6 +7,7 @@ format can hold what it writes, ``encode``. All of it is ``jax.numpy`` that runs
 from jax_wonly._permuted import PermutedTensor
 from jax_wonly.compat import (
     awq,
+    bitsandbytes,
     compressed_tensors,
     faster_transformer,
     gptq,
@@ -21,6 +22,7 @@ from jax_wonly.compat import (
 __all__ = [
     "PermutedTensor",
     "awq",
+    "bitsandbytes",
     "compressed_tensors",
     "faster_transformer",
     "gptq",

@@ -170,12 +170,12 @@ def codes_and_zeros(qt: QuantizedTensor, what: str) -> tuple[jax.Array, jax.Arra
     """The unsigned codes ``[..., K, N]`` and uint8 zeros ``[..., K / group_size, N]`` of a weight.
 
     Raises:
-      ValueError: the weight has floating zeros or offsets, which ``what`` cannot store.
+      ValueError: the weight has floating zeros, offsets or a table, which ``what`` cannot store.
     """
     if not isinstance(qt, QuantizedTensor):
         raise TypeError(f"jax_wonly: qt is a {type(qt).__name__}; accepted: a QuantizedTensor.")
-    if qt.offsets is not None or (qt.zeros is not None and qt.zeros.dtype != jnp.uint8):
-        kind = "offsets" if qt.offsets is not None else "floating zeros"
+    if qt.offsets is not None or qt.table is not None or (qt.zeros is not None and qt.zeros.dtype != jnp.uint8):
+        kind = "offsets" if qt.offsets is not None else "a table" if qt.table is not None else "floating zeros"
         raise ValueError(f"jax_wonly: the weight has {kind}; accepted for {what}: symmetric weights or integer zeros.")
     codes = unpack(qt.qvalue, qt.bits, qt.k, qt.n)
     zeros = qt.zeros

@@ -6,6 +6,7 @@ the fifth bits are a 32-bit mask. Q8_0 is plain int8. Q4_K, Q5_K and Q6_K are bl
 scales here.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -214,6 +215,7 @@ def encode(qt: QuantizedTensor, kind: str) -> jax.Array:
     if (
         qt.bits != bits
         or qt.zeros is not None
+        or qt.table is not None
         or (qt.offsets is not None) != has_offsets
         or any(a.dtype != jnp.float16 for a in fields)
         or qt.group_size % 32
@@ -259,5 +261,9 @@ def undo_rope_order(weight, heads: int):
     if not isinstance(weight, QuantizedTensor):
         return jnp.take(weight, order, axis=-1)
     codes = jnp.take(unpack(weight.qvalue, weight.bits, weight.k, weight.n), order, axis=-1)
-    fields = [None if a is None else jnp.take(a, order, axis=-1) for a in (weight.scales, weight.zeros, weight.offsets)]
-    return QuantizedTensor(pack(codes, weight.bits), *fields, bits=weight.bits, k=weight.k, n=weight.n)
+    fields = {
+        name: None if a is None else jnp.take(a, order, axis=-1)
+        for name in ("scales", "zeros", "offsets")
+        for a in (getattr(weight, name),)
+    }
+    return dataclasses.replace(weight, qvalue=pack(codes, weight.bits), **fields)

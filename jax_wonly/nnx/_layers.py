@@ -124,6 +124,7 @@ class QuantizedLayer(nnx.Module):
         self.offsets = _variable_or_none(weight.offsets)
         self.bits = weight.bits
         self.k, self.n = weight.k, weight.n
+        self.table = nnx.static(weight.table)
 
     @property
     def kernel(self) -> QuantizedTensor:
@@ -133,6 +134,7 @@ class QuantizedLayer(nnx.Module):
             bits=self.bits,
             k=self.k,
             n=self.n,
+            table=self.table,
         )
 
 

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching
 
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, RowMode, ShiftMode
+from jax_wonly._table import Table, as_operand
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives._common import align_varying, make_primitive, register_lowerings
 from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
@@ -56,6 +57,7 @@ class Params(NamedTuple):
     implementation: str | None
     row_mode: RowMode
     repeat: int
+    table: Table | None = None
 
 
 def ragged_matmul(x, qw, scales, rows, *rest, params: Params) -> jax.Array:
@@ -145,7 +147,7 @@ def _reference(x, qw, scales, rows, *rest, params: Params) -> jax.Array:
 
     def weight_of(qw, scales, *shift):
         arrays = (a[None] for a in (qw, scales, *shift))
-        w = dequantize.reference(*arrays, bits=p.bits, shift_mode=p.shift_mode, k=p.k, dtype=dtype)[0]
+        w = dequantize.reference(*arrays, bits=p.bits, shift_mode=p.shift_mode, k=p.k, dtype=dtype, table=p.table)[0]
         return w.T if p.transpose else w
 
     outputs = p.k if p.transpose else scales.shape[-1]
@@ -157,7 +159,7 @@ def _via_dense(x, qw, scales, rows, *rest, p: Params) -> jax.Array:
     """Dequantizes the weights of all experts for XLA's ragged product."""
     shift, bias = split_rest(rest, p.shift_mode)
     dtype = compute_dtype(x.dtype, p.precision)
-    w = dequantize.ffi_call(qw, scales, *shift, bits=p.bits, shift_mode=p.shift_mode, k=p.k, dtype=dtype)
+    w = dequantize.ffi_call(qw, scales, *shift, bits=p.bits, shift_mode=p.shift_mode, k=p.k, dtype=dtype, table=p.table)
     if p.transpose:
         w = jnp.swapaxes(w, 1, 2)
     y = _dense_ragged(x.astype(dtype), w, rows, p, dense_precision(dtype, p.precision))
@@ -174,17 +176,19 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
         unordered = p.row_mode == RowMode.IDS and not p.transpose and x.dtype.itemsize == 2
         scratch = _abi.ragged_scratch(shape[0], qw.shape[0], ordered=-(-p.k // 2) if unordered else 0)
     results = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((scratch,), jnp.int32))
-    attributes = {"bits": np.int64(p.bits), "shift_mode": np.int64(p.shift_mode), "row_mode": np.int64(p.row_mode)}
+    shift, bias = split_rest(rest, p.shift_mode)
+    shift_mode, shift = as_operand(p.table, p.shift_mode, shift)
+    attributes = {"bits": np.int64(p.bits), "shift_mode": np.int64(shift_mode), "row_mode": np.int64(p.row_mode)}
     if not p.transpose:
         attributes |= {"has_bias": np.int64(p.has_bias), "activation": np.int64(p.activation)}
     target = _abi.RAGGED_MATMUL_TRANSPOSED if p.transpose else _abi.RAGGED_MATMUL
-    y, _ = jax.ffi.ffi_call(target, results)(x, qw, scales, rows, *rest, **attributes)
+    y, _ = jax.ffi.ffi_call(target, results)(x, qw, scales, rows, *shift, *bias, **attributes)
     return y.astype(p.out_dtype)
 
 
 def _prefers_kernel(p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
-    return p.implementation != "dequantize" and (platform == "cpu" or not p.transpose)
+    return p.implementation != "dequantize" and (platform == "cpu" or not (p.transpose or p.table))
 
 
 def _result_shape(x, scales, rows, p: Params):
@@ -376,7 +380,7 @@ def _scales_cotangent(ct, x, qw, rows, shift, aval, p: Params):
             dw = jnp.matmul(jnp.where(mine, inputs, 0).T, jnp.where(mine, outputs, 0), precision=lax.Precision.HIGHEST)
             zero = shift[0][None] if shift else None
             codes = dequantize.centred_codes(
-                qw[None], zero, bits=p.bits, shift_mode=p.shift_mode, k=p.k, n=n, groups=groups
+                qw[None], zero, bits=p.bits, shift_mode=p.shift_mode, k=p.k, n=n, groups=groups, table=p.table
             )[0]
             return (codes * dw.reshape(codes.shape)).sum(1)
 

@@ -3,7 +3,8 @@
 Operands ``x[Bx, M, K]``, ``qw u32[Bw, Nt, Kt, 512]``, ``scales[Bs, G, N]``, then ``shift[Bz, G, N]`` unless
 ``shift_mode`` is NONE, then ``bias[Bb, N]`` if ``has_bias``. Every leading size is 1 or B, and 1 is broadcast without
 a copy. Result ``[B, M, N]``. With ``transpose`` the first operand is ``[Bx, M, N]`` and the result ``[B, M, K]``: the
-product with the transposed weights, without bias or activation.
+product with the transposed weights, without bias or activation. With a ``table``, a static parameter, codes index its
+16 values; there is no shift then.
 
 The operation is closed under its own transformations: the tangent and the cotangent of ``x`` are the same primitive,
 so every composition of jvp, vjp, linear_transpose and vmap keeps the weights packed.
@@ -22,6 +23,7 @@ from jax.interpreters import ad, batching
 
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, ShiftMode
+from jax_wonly._table import Table, as_operand
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives._common import align_varying, make_primitive, merge_batch, register_lowerings
 from jax_wonly.primitives.matmul_sharding import allow_partitioning, partitioned
@@ -70,6 +72,7 @@ class Params(NamedTuple):
     out_dtype: Any
     precision: lax.Precision | None
     implementation: str | None
+    table: Table | None = None
 
 
 def matmul(x, qw, scales, *rest, params: Params) -> jax.Array:
@@ -117,7 +120,7 @@ def epilogue(y, bias, p: Params) -> jax.Array:
 def _via_dense(dequantized, x, qw, scales, *rest, p: Params) -> jax.Array:
     shift, bias = split_rest(rest, p.shift_mode)
     dtype = compute_dtype(x.dtype, p.precision)
-    w = dequantized(qw, scales, *shift, bits=p.bits, shift_mode=p.shift_mode, k=p.k, dtype=dtype)
+    w = dequantized(qw, scales, *shift, bits=p.bits, shift_mode=p.shift_mode, k=p.k, dtype=dtype, table=p.table)
     return _dense(x, w, bias, p)
 
 
@@ -125,7 +128,9 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     """The fused custom call."""
     # The kernels write the activations' type or float32; the rare third type is a conversion of the latter.
     dtype = p.out_dtype if p.out_dtype in (x.dtype, jnp.float32) else jnp.dtype(jnp.float32)
-    attributes = {"bits": np.int64(p.bits), "shift_mode": np.int64(p.shift_mode)}
+    shift, bias = split_rest(rest, p.shift_mode)
+    shift_mode, shift = as_operand(p.table, p.shift_mode, shift)
+    attributes = {"bits": np.int64(p.bits), "shift_mode": np.int64(shift_mode)}
     if not p.transpose:
         attributes |= {"has_bias": np.int64(p.has_bias), "activation": np.int64(p.activation)}
     target = _abi.MATMUL_TRANSPOSED if p.transpose else _abi.MATMUL
@@ -134,7 +139,7 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     if platform == "cuda" and not p.transpose and x.dtype.itemsize == 2 and all(isinstance(s, int) for s in shape):
         if scratch := _abi.matmul_scratch(*shape):
             results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
-    return jax.ffi.ffi_call(target, results)(x, qw, scales, *rest, **attributes)[0].astype(p.out_dtype)
+    return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)
 
 
 def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
@@ -147,6 +152,13 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
     from jax_wonly import _cuda_dispatch
 
     forced = p.implementation == "cuda"
+    if p.table is not None and (p.transpose or x.dtype == jnp.float32):
+        if forced and not p.transpose:
+            raise ValueError(
+                "jax_wonly: implementation='cuda' has no fused kernel for float32 x and weights with a table; "
+                "accepted: None (which dequantizes them), or float16 and bfloat16 x."
+            )
+        return False
     if p.transpose:
         return _cuda_dispatch.use_transposed_kernel(m, x.shape[2], x.dtype, forced=forced)
     if forced or not isinstance(m, int):
@@ -159,7 +171,7 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
         p.bits,
         x.dtype,
         scales.dtype,
-        p.shift_mode,
+        p.shift_mode if p.table is None else ShiftMode.TABLE,
         shift[0].dtype if shift else None,
     )
 
@@ -260,7 +272,7 @@ def _scales_cotangent(ct, x, qw, shift, aval, p: Params):
     """Through the dense product with weights made of scales, which XLA transposes."""
     groups, n = aval.shape[-2:]
     codes = dequantize.centred_codes(
-        qw, *(shift or (None,)), bits=p.bits, shift_mode=p.shift_mode, k=p.k, n=n, groups=groups
+        qw, *(shift or (None,)), bits=p.bits, shift_mode=p.shift_mode, k=p.k, n=n, groups=groups, table=p.table
     )
 
     def product(scales):

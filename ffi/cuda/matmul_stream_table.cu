@@ -1,0 +1,16 @@
+#include "cuda/matmul_stream.cuh"
+
+namespace wonly::stream {
+
+cudaError_t launch_table(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+  switch (args.x_dtype) {
+    case DType::kF16:
+      return launch_typed<__half>(args, ConsecutiveOfTable{}, config, stream);
+    case DType::kBF16:
+      return launch_typed<__nv_bfloat16>(args, ConsecutiveOfTable{}, config, stream);
+    default:  // the table's entries have 16 bits
+      return cudaErrorNotSupported;
+  }
+}
+
+}  // namespace wonly::stream

@@ -1,0 +1,122 @@
+"""Weights whose codes index a table, on CUDA: the fused kernel, dequantization, and how they are chosen."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import DTYPES, assert_product, random_weight, random_x
+
+import jax_wonly as jw
+
+pytestmark = pytest.mark.gpu
+
+SIXTEEN_BITS = ("float16", "bfloat16")
+
+
+def as_kernels_see_it(weight, dtype):
+    """The weight with its table rounded to the type of x, which is what the fused kernel multiplies exactly."""
+    exact, rounded = (np.asarray(weight.qt.table, t).astype(np.float64) for t in (np.float32, DTYPES[dtype]))
+    codes = np.asarray(jw.unpack(weight.qt.qvalue, 4, weight.qt.k, weight.qt.n))
+    dense = weight.dense * (rounded / exact)[codes]
+    return dataclasses.replace(weight, dense=dense, magnitude=np.abs(dense))
+
+
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("x_dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
+def test_kernel(rng, group_size, x_dtype, scale_dtype):
+    for m, k, n in [(1, 256, 70), (7, 512, 130), (16, 256, 33), (33, 256, 64)]:
+        k = k if group_size else k + 5
+        weight = random_weight(rng, k, n, group_size=group_size, mode="table", scale_dtype=scale_dtype)
+        x = random_x(rng, (m, k), x_dtype)
+        y = jw.matmul(x, weight.qt, implementation="cuda")
+        assert_product(y, x, as_kernels_see_it(weight, x_dtype))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 8, 9, 16, 17, 64, 300])
+@pytest.mark.parametrize("x_dtype", SIXTEEN_BITS)
+def test_rows(rng, m, x_dtype):
+    """Shapes of every configuration: few and many outputs, many inputs."""
+    for k, n in [(4096, 64), (1024, 4104), (320, 20000)]:
+        weight = random_weight(rng, k, n, group_size=64, mode="table")
+        x = random_x(rng, (m, k), x_dtype)
+        bias = random_x(rng, (n,), "bfloat16")
+        options = {"bias": bias, "activation": "silu"}
+        y = jw.matmul(x, weight.qt, preferred_element_type=np.float32, implementation="cuda", **options)
+        assert_product(y, x, as_kernels_see_it(weight, x_dtype), out_dtype="float32", **options)
+
+
+@pytest.mark.parametrize("m", [1, 12, 64, 65])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_default(rng, m, x_dtype):
+    """Whatever is chosen rounds the table or the weights to the type of x; float32 ones stay."""
+    weight = random_weight(rng, 1024, 200, group_size=64, mode="table")
+    x = random_x(rng, (m, 1024), x_dtype)
+    y = jw.matmul(x, weight.qt, preferred_element_type=np.float32)
+    if x_dtype == "float32":
+        assert_product(y, x, weight)
+    else:
+        x64, unit = np.asarray(x, np.float64), {"float16": 2.0**-11, "bfloat16": 2.0**-8}[x_dtype]
+        assert (np.abs(y - x64 @ weight.dense) <= unit * (np.abs(x64) @ weight.magnitude)).all()
+
+
+def test_dequantize_is_exact(rng):
+    for k, n, group_size in [(256, 72, 64), (192, 33, 32), (101, 8, None)]:
+        weight = random_weight(rng, k, n, group_size=group_size, mode="table", lead=(2,))
+        for dtype in DTYPES.values():
+            got = weight.qt.dequantize(dtype, implementation="cuda")
+            expected = weight.qt.dequantize(dtype, implementation="xla")
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+        np.testing.assert_allclose(weight.qt.dequantize(np.float32), weight.dense, rtol=2.0**-22)
+
+
+@pytest.mark.parametrize("mode", ["nf4", "fp4"])
+def test_codes_are_those_of_the_cpu(rng, mode):
+    w = rng.normal(0.1, 1, (512, 200)).astype(np.float32)
+    on_gpu = jw.quantize(jnp.asarray(w), mode=mode, group_size=64)
+    with jax.default_device(jax.devices("cpu")[0]):
+        on_cpu = jw.quantize(jnp.asarray(w), mode=mode, group_size=64)
+    np.testing.assert_array_equal(on_gpu.qvalue, on_cpu.qvalue)
+    np.testing.assert_array_equal(on_gpu.scales, on_cpu.scales)
+
+
+def test_batches_of_weights(rng):
+    weight = random_weight(rng, 256, 130, group_size=64, mode="table", lead=(3,))
+    x = random_x(rng, (3, 5, 256), "bfloat16")
+    y = jax.jit(jax.vmap(jw.matmul))(x, weight.qt)
+    for i in range(3):
+        one = dataclasses.replace(weight, qt=weight.qt[i], dense=weight.dense[i])
+        assert_product(y[i], x[i], as_kernels_see_it(one, "bfloat16"))
+
+
+def test_gradients(rng):
+    weight = random_weight(rng, 128, 70, group_size=32, mode="table")
+    x, dy = random_x(rng, (5, 128)), random_x(rng, (5, 70))
+
+    def loss(x, scales):
+        return jnp.sum(jw.matmul(x, dataclasses.replace(weight.qt, scales=scales)) * dy)
+
+    dx, dscales = jax.jit(jax.grad(loss, (0, 1)))(x, weight.qt.scales)
+    dy64 = np.asarray(dy, np.float64)
+    np.testing.assert_allclose(dx, dy64 @ weight.dense.T, rtol=1e-4, atol=1e-3)
+    per_weight = np.asarray(x, np.float64).T @ dy64 * weight.dense / np.repeat(weight.qt.scales, 32, 0)
+    np.testing.assert_allclose(dscales, per_weight.reshape(4, 32, 70).sum(1), rtol=1e-3, atol=1e-3)
+
+
+def test_non_finite_and_repeated(rng):
+    weight = random_weight(rng, 512, 130, group_size=64, mode="table")
+    x = np.array(random_x(rng, (6, 512), "bfloat16"))
+    clean = np.asarray(jw.matmul(x, weight.qt), np.float32)
+    np.testing.assert_array_equal(jw.matmul(x, weight.qt), clean)
+    x[1, 3], x[3, 10] = np.nan, np.inf
+    y = np.asarray(jw.matmul(x, weight.qt), np.float32)
+    assert np.isnan(y[1]).all() and not np.isfinite(y[3]).any()
+    np.testing.assert_array_equal(y[[0, 2, 4, 5]], clean[[0, 2, 4, 5]])
+
+
+def test_float32_has_no_fused_kernel(rng):
+    weight = random_weight(rng, 128, 70, group_size=32, mode="table")
+    with pytest.raises(ValueError, match="float32"):
+        jw.matmul(random_x(rng, (2, 128)), weight.qt, implementation="cuda")
