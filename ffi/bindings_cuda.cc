@@ -108,6 +108,7 @@ ffi::Error ragged_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer q
   WONLY_RETURN_IF_ERROR(check_ragged_scratch(operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.experts, operands.m, weights.k, weights.n, weights.groups));
+  if (weights.shift_mode == ShiftMode::kTable) return invalid("the weights of a ragged product have a table");
   if (y->element_count() == 0) return ffi::Error::Success();
   RaggedArgs args{};
   MatmulArgs& product = args.product;
