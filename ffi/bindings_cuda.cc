@@ -139,6 +139,7 @@ ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   WONLY_RETURN_IF_ERROR(check_matmul_transposed(dy, qw, scales, rest, *dx, bits, shift_mode, operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.batch, operands.m, weights.k, weights.n, weights.groups));
+  if (weights.shift_mode == ShiftMode::kTable) return invalid("the weights of a transposed product have a table");
   if (dx->element_count() == 0) return ffi::Error::Success();
   MatmulArgs args{};
   set_weights(args, weights);

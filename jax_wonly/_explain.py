@@ -212,7 +212,7 @@ def explain(
     shift = weight.zeros if weight.offsets is None else weight.offsets
     mode = shift_mode_of(weight.zeros, weight.offsets) if weight.table is None else ShiftMode.TABLE
     kernel = kernel_us = dequantize_us = None
-    fused = weight.table is None or x.dtype.itemsize == 2  # _cuda_dispatch.use_kernel knows no other exception
+    fused = weight.table is None or x.dtype.itemsize == 2  # as matmul's primitive has it
     if platform == "cuda" and not experts and not transpose and fused:
         operands = (m, k, n, batch, bits, x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
         kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands)
