@@ -35,7 +35,6 @@ constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produce
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kBarrierBytes = 1024;        // keeps the ring aligned for the 128-byte swizzle
 constexpr int kAffineWarps = kRows / 64;   // of the producer's, two outputs per lane
-constexpr int kPrefetchStages = 8;         // scales and shifts come to the second-level cache this far ahead
 constexpr int kBandTiles = 8;              // token tiles that are walked together, for the cache
 constexpr int kStagedTokens = 32;          // that a warpgroup writes at a time
 constexpr int kStagedStride = kTileN + 4;  // floats of a token, so that no two lanes share a bank
@@ -231,72 +230,58 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
-      // Scales and shifts on their way from memory while those of the stage before are turned into factors.
+      // Factors are made once for a group, of scales and shifts that are fetched one group before they are needed.
       const int first = (warp - kWarpgroups * 4 - 1) * 64 + lane;
       const int shift_bytes = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
       const int sets = params.log2_group_blocks == 0 ? 2 : 1;
+      const auto group_of = [&](int block) {
+        return params.log2_group_blocks < 0 ? 0 : block >> params.log2_group_blocks;
+      };
       for (int wave = 0; wave < work_count; ++wave) {
         const Work work = work_at(wave);
         const X* scales[2];
         const uint8_t* shifts[2];
+        X scale[2];
+        uint16_t shift[2];
+        int group = group_of(2 * work.first);  // the next to fetch
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int64_t output = min(work.n0 + first + 32 * i, args.n - 1);
-          scales[i] = static_cast<const X*>(args.scales) + work.batch * args.scales_batch_stride + output;
+          const int64_t at = group * args.n + min(work.n0 + first + 32 * i, args.n - 1);
+          scales[i] = static_cast<const X*>(args.scales) + work.batch * args.scales_batch_stride + at;
           shifts[i] =
-              static_cast<const uint8_t*>(args.shift) + (work.batch * args.shift_batch_stride + output) * shift_bytes;
+              static_cast<const uint8_t*>(args.shift) + (work.batch * args.shift_batch_stride + at) * shift_bytes;
         }
-        X scale[2][2], next_scale[2][2];  // of one or two groups
-        uint16_t shift[2][2], next_shift[2][2];
-        const auto fetch = [&](int stage) {
+        const auto fetch = [&] {
+          if (group >= args.groups) return;
+          ++group;
 #pragma unroll
-          for (int set = 0; set < 2; ++set) {
-            if (set == sets) break;
-            const int64_t group = params.log2_group_blocks < 0 ? 0
-                                                               : min((2 * stage + set) >> params.log2_group_blocks,
-                                                                     static_cast<int>(args.groups) - 1);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              next_scale[set][i] = scales[i][group * args.n];
-              if (shift_bytes == 1) next_shift[set][i] = shifts[i][group * args.n];
-              if (shift_bytes == 2) next_shift[set][i] = reinterpret_cast<const uint16_t*>(shifts[i])[group * args.n];
-            }
+          for (int i = 0; i < 2; ++i) {
+            scale[i] = *scales[i];
+            if (shift_bytes == 1) shift[i] = *shifts[i];
+            if (shift_bytes == 2) shift[i] = *reinterpret_cast<const uint16_t*>(shifts[i]);
+            scales[i] += args.n;
+            shifts[i] += args.n * shift_bytes;
           }
         };
-        const auto prefetch = [&](int stage) {  // into the second-level cache: a stage is too short for a memory access
-          if (stage >= work.end) return;
-          const int64_t group = params.log2_group_blocks < 0 ? 0 : (2 * stage) >> params.log2_group_blocks;
-          ptx::prefetch(scales[0] + group * args.n);
-          if (sets == 2 && group + 1 < args.groups) ptx::prefetch(scales[0] + (group + 1) * args.n);
-          if (shift_bytes > 0) {
-            ptx::prefetch(shifts[0] + group * args.n * shift_bytes);
-            if (sets == 2 && group + 1 < args.groups) ptx::prefetch(shifts[0] + (group + 1) * args.n * shift_bytes);
-          }
-        };
-        fetch(work.first);
-        for (int stage = work.first; stage < work.end; ++stage, advance()) {
-#pragma unroll
-          for (int set = 0; set < 2; ++set) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              scale[set][i] = next_scale[set][i];
-              shift[set][i] = next_shift[set][i];
-            }
-          }
-          prefetch(stage + kPrefetchStages);
-          if (stage + 1 < work.end) fetch(stage + 1);
+        Affine affine[2];
+        fetch();
+        for (int stage = work.first, made = -1; stage < work.end; ++stage, advance()) {
           ptx::barrier_wait(empty + slot, phase ^ 1);
           Affine* to = reinterpret_cast<Affine*>(ring + slot * S::kStageBytes + S::kAffineAt) + first;
+          for (int set = 0; set < sets; ++set, to += kRows) {
+            if (const int wanted = group_of(2 * stage + set); wanted != made) {
+              made = wanted;
 #pragma unroll
-          for (int set = 0; set < 2; ++set) {
-            if (set == sets) break;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const float value = shift_bytes == 0   ? 0.f
-                                  : shift_bytes == 1 ? static_cast<float>(shift[set][i])
-                                                     : load_element(&shift[set][i], 0, args.x_dtype);
-              to[set * kRows + 32 * i] = C::affine(to_float(scale[set][i]), value, args.shift_mode);
+              for (int i = 0; i < 2; ++i) {
+                const float value = shift_bytes == 0   ? 0.f
+                                    : shift_bytes == 1 ? static_cast<float>(shift[i])
+                                                       : load_element(&shift[i], 0, args.x_dtype);
+                affine[i] = C::affine(to_float(scale[i]), value, args.shift_mode);
+              }
+              fetch();
             }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) to[32 * i] = affine[i];
           }
           __syncwarp();
           if (lane == 0) ptx::barrier_arrive(full + slot);
