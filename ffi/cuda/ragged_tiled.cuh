@@ -37,7 +37,6 @@ constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kBarrierBytes = 1024;        // keeps the ring aligned for the 128-byte swizzle
 constexpr int kAffineWarps = kRows / 64;   // of the producer's, two outputs per lane
 constexpr int kBandTiles = 8;              // tiles of rows that are walked together, for the cache
-constexpr int kPrefetchStages = 8;         // that scales and shifts come to the second-level cache ahead
 constexpr int kBoxRows = 32;               // of the tensor copy engine
 constexpr int kStagedRows = 32;            // that a warpgroup writes at a time
 constexpr int kStagedStride = kTileN + 4;  // floats of a row, so that no two lanes share a bank
@@ -223,11 +222,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
-      // Scales and shifts on their way from memory while those of the stage before are turned into factors.
+      // Scales and shifts of the next group on their way from memory while those of this one are used.
       const int first = (warp - kWarpgroups * 4 - 1) * 64 + lane;
       const int scale_size = element_size(args.scale_dtype);
       const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-      const int sets = params.log2_group_blocks == 0 ? 2 : 1;
+      const int64_t scale_row = args.n * scale_size, shift_row = args.n * shift_size;
+      const int sets = params.log2_group_blocks == 0 ? 2 : 1, last = static_cast<int>(args.groups) - 1;
       for (int64_t index = first_tile; index < tiles; index += tile_stride) {
         const Tile tile = find_tile(plan, index, params.row_tiles, rank);
         if (tile.expert < 0) continue;
@@ -241,49 +241,34 @@ __global__ void __launch_bounds__(kThreads, 1)
           shifts[i] =
               static_cast<const uint8_t*>(args.shift) + (tile.expert * args.shift_batch_stride + output) * shift_size;
         }
-        uint32_t scale[2], next_scale[2], shift[2] = {}, next_shift[2] = {};
-        const auto fetch = [&](int set) {  // of a stage or, where groups are smaller, of half a stage
-          const int64_t group =
-              params.log2_group_blocks < 0
-                  ? 0
-                  : min((sets == 2 ? set : 2 * set) >> params.log2_group_blocks, static_cast<int>(args.groups) - 1);
+        uint32_t scale[2], shift[2] = {};
+        const auto fetch = [&](int group) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            next_scale[i] = load_bits(scales[i] + group * args.n * scale_size, scale_size);
-            if (shift_size != 0) next_shift[i] = load_bits(shifts[i] + group * args.n * shift_size, shift_size);
+            scale[i] = load_bits(scales[i] + group * scale_row, scale_size);
+            if (shift_size != 0) shift[i] = load_bits(shifts[i] + group * shift_row, shift_size);
           }
         };
-        // Into the second-level cache: a stage of few rows is shorter than an access to memory.
-        const auto prefetch = [&](int stage) {
-          if (params.log2_group_blocks < 0 || stage >= stages) return;
-          const int64_t group = (2 * stage) >> params.log2_group_blocks;
-          for (int64_t i = group; i < min(group + sets, args.groups); ++i) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              ptx::prefetch(scales[j] + i * args.n * scale_size);
-              if (shift_size != 0) ptx::prefetch(shifts[j] + i * args.n * shift_size);
-            }
-          }
-        };
-        for (int stage = 0; stage < kPrefetchStages; ++stage) prefetch(stage);
         fetch(0);
+        Affine affine[2];
+        int last_group = -1;
         for (int stage = 0; stage < stages; ++stage, at.advance()) {
-          prefetch(stage + kPrefetchStages);
           ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
-          for (int set = 0; set < sets; ++set) {
+          Affine* to = reinterpret_cast<Affine*>(ring + at.slot * S::kStageBytes + S::kAffineAt) + first;
+          for (int set = 0; set < sets; ++set, to += kRows) {
+            const int group =
+                params.log2_group_blocks < 0 ? 0 : min((2 * stage + set) >> params.log2_group_blocks, last);
+            if (group != last_group) {
+              last_group = group;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              scale[i] = next_scale[i];
-              shift[i] = next_shift[i];
+              for (int i = 0; i < 2; ++i) {
+                affine[i] = C::affine(value_of(scale[i], args.scale_dtype), value_of(shift[i], args.shift_dtype),
+                                      args.shift_mode);
+              }
+              fetch(min(group + 1, last));
             }
-            fetch(stage * sets + set + 1);
-            Affine* to =
-                reinterpret_cast<Affine*>(ring + at.slot * S::kStageBytes + S::kAffineAt) + set * kRows + first;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              to[32 * i] = C::affine(value_of(scale[i], args.scale_dtype), value_of(shift[i], args.shift_dtype),
-                                     args.shift_mode);
-            }
+            to[0] = affine[0];
+            to[32] = affine[1];
           }
           __syncwarp();
           if (lane == 0) ptx::barrier_arrive(full + at.slot);
