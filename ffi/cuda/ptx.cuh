@@ -21,11 +21,6 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
 // sm_75 has neither asynchronous copies nor bf16 tensor cores: there copies are plain loads and stores, and bf16
 // kernels are never launched (matmul.cu).
 
-// Brings a cache line to the second-level cache.
-__device__ __forceinline__ void prefetch(const void* global) {
-  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(global));
-}
-
 // 16 bytes global -> shared without passing through registers or L1.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
