@@ -216,6 +216,10 @@ def show(rows: list[dict]) -> None:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
 
 
+def order(row: dict) -> tuple:
+    return row["phase"], row["batch"], list(BITS).index(row["weights"])
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", nargs="+", choices=BITS, default=list(BITS), help="kinds (default: all)")
@@ -278,7 +282,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "commit": args.commit or command("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
                 "prompt attention": attention[0],
                 "step attention": attention[1],
-                "rows": list(rows.values()),
+                "rows": sorted(rows.values(), key=order),
             }
             output.write_text(json.dumps(report, indent=1) + "\n")
         del state
