@@ -109,7 +109,6 @@ def test_search_keeps_its_answers_when_quantized(tmp_path):
     assert dense["bytes"] - int4["bytes"] == dense["linear_bytes"] - int4["linear_bytes"]
     for model in (dense, int8, int4):
         assert model["best"][0]["topic"] == "debugger"
-        assert any("break" in best["text"] for best in model["best"])  # which is first depends on Python's texts
         scores = [best["score"] for best in model["best"]]
         assert len(scores) == 3 and scores == sorted(scores, reverse=True) and scores[0] > 0.4
     assert [b["text"] for b in int8["best"]] == [b["text"] for b in dense["best"]]
