@@ -15,6 +15,7 @@ import jax
 if jax.__version_info__ < (0, 9, 1):
     raise ImportError(f"jax_wonly needs jax 0.9.1 or newer, and this is jax {jax.__version__}: pip install -U jax.")
 
+from jax_wonly._conv import conv_general_dilated
 from jax_wonly._einsum import dot_general, einsum
 from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._explain import Explanation, explain
@@ -50,6 +51,7 @@ __all__ = [
     "Status",
     "__version__",
     "checkpoint_policy",
+    "conv_general_dilated",
     "dequantize",
     "device_put",
     "dot_general",

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_wonly._abi import RowMode
-from jax_wonly.primitives import experts, experts_sharding
+from jax_wonly.primitives import conv, experts, experts_sharding
 from jax_wonly.primitives.matmul import Params, epilogue
 from jax_wonly.primitives.matmul_sharding import Axes, add_parts, axis_names, splits, usable
 
@@ -140,3 +140,22 @@ def ragged_on_mesh(mesh, product: Callable, operands: Sequence[jax.Array], param
 
     compute = partial(experts_sharding.compute, product, finish, mesh, split, p)
     return _on_mesh(mesh, compute, operands, specs, (*batch, n_axes))
+
+
+def conv_on_mesh(mesh, convolve: Callable, operands: Sequence[jax.Array], params: conv.Params):
+    """``convolve(*operands)``, each device with its images and its outputs.
+
+    Args:
+      mesh: the mesh of the operands.
+      convolve: the convolution on one device.
+      operands: those of the primitive.
+      params: its parameters.
+    """
+    x, qw, scales, *rest = operands
+    taken = _Taken(mesh)
+    images = taken.take(_axes(x)[0], x.shape[0])
+    n_axes = taken.take(_axes(qw)[1], conv.output_parts(scales.shape, params))
+    spatial = ((),) * (x.ndim - 2)
+    specs = [(images, *spatial, ()), ((), n_axes, (), ())]
+    specs += [(*((),) * (a.ndim - 1), n_axes) for a in (scales, *rest)]
+    return _on_mesh(mesh, convolve, operands, specs, (images, *spatial, n_axes))

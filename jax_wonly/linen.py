@@ -4,14 +4,15 @@
     y = jax_wonly.linen.apply(model, {"params": params}, x)
 
 The model stays as it is. In its parameters every quantized kernel is a :class:`jax_wonly.QuantizedTensor` in the place
-of an array, and ``apply`` lets ``nn.Dense``, ``nn.DenseGeneral``, ``nn.Einsum`` and ``nn.Embed`` multiply with it.
+of an array, and ``apply`` lets ``nn.Dense``, ``nn.DenseGeneral``, ``nn.Einsum``, ``nn.Conv`` and ``nn.Embed`` multiply
+with it.
 """
 
 import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 try:
@@ -28,6 +29,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_wonly._contraction import Einsum, Kernel, as_tuple, contract, dense_general
+from jax_wonly._conv_layer import convolve
 from jax_wonly._einsum import dot_general
 from jax_wonly._matmul import matmul
 from jax_wonly._model import (
@@ -50,6 +52,7 @@ from jax_wonly.progress import progress as progress_bar
 __all__ = [
     "DotGeneral",
     "Layer",
+    "QuantizedConv",
     "QuantizedDense",
     "apply",
     "intercept",
@@ -93,7 +96,7 @@ def layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[
     """Finds the layers of a model by applying it abstractly: nothing is computed.
 
     ``quantize`` needs this where the shape of a kernel does not say what its axes are: ``nn.DenseGeneral`` (so
-    attention), ``nn.Einsum``, and layers stacked by ``nn.scan`` or ``nn.vmap``.
+    attention), ``nn.Einsum``, ``nn.Conv``, and layers stacked by ``nn.scan`` or ``nn.vmap``.
 
     Args:
       model: the model.
@@ -277,7 +280,7 @@ def _layer_of(path: tuple[str, ...], value: Any, layers: Mapping[str, Layer] | N
         kernel, name = (_DENSE, "Dense") if path[-1] == "kernel" else (_EMBED, "Embed")
         layer = Layer(name, tuple(value.shape), kernel)
     elif (layer := layers.get("/".join(path[:-1]))) is None:
-        return "no Dense, DenseGeneral, Einsum or Embed was seen to use it"
+        return "no Dense, DenseGeneral, Einsum, Conv or Embed was seen to use it"
     if path[-1] == "embedding" and not embeddings:
         return "embeddings=True was not asked for"
     if value.shape[len(value.shape) - len(layer.shape) :] != layer.shape:
@@ -340,7 +343,7 @@ def apply(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _intercept(next_fun, args, kwargs, context):
     module = context.module
-    if module.scope is None or isinstance(module, QuantizedDense):
+    if module.scope is None or isinstance(module, QuantizedDense | QuantizedConv):
         return next_fun(*args, **kwargs)
     name = "embedding" if isinstance(module, nn.Embed) else "kernel"
     weight = module.get_variable("params", name) if module.has_variable("params", name) else None
@@ -360,13 +363,13 @@ def _intercept(next_fun, args, kwargs, context):
     if context.method_name == "attend":
         return _attend(module, weight, *args, **kwargs)
     if context.method_name == "__call__":
-        return (_embed if type_ is nn.Embed else _product)(module, weight, *args, **kwargs)
+        return {nn.Embed: _embed, nn.Conv: _convolve}.get(type_, _product)(module, weight, *args, **kwargs)
     return next_fun(*args, **kwargs)
 
 
 def _layer_type(module: nn.Module) -> Any:
     """Which of Linen's layers a module is, unless it overrides what that computes; else None."""
-    for type_ in (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Embed):
+    for type_ in (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.Embed):
         if isinstance(module, type_):
             same = [getattr(type(module), m) is getattr(type_, m) for m in ("__call__", "attend") if hasattr(type_, m)]
             return type_ if all(same) else None
@@ -392,6 +395,13 @@ def _contraction(
         equation = Einsum.parse(nn.merge_param("einsum_str", module.einsum_str, einsum_str))
         lhs, result = equation.expand(ndim)
         return lhs, equation.kernel, result
+    if type_ is nn.Conv:
+        if module.mask is not None:
+            raise ValueError("jax_wonly: it has a mask.")
+        if module.conv_general_dilated not in (None, jax.lax.conv_general_dilated) or module.conv_general_dilated_cls:
+            raise ValueError("jax_wonly: its conv_general_dilated is not jax.lax.conv_general_dilated.")
+        window = tuple(range(len(as_tuple(module.kernel_size))))
+        return (), Kernel((*window, "k", "n"), window, ("k",), ("n",)), ()
     if module.dot_general not in (None, jax.lax.dot_general) or module.dot_general_cls not in (None, DotGeneral):
         raise ValueError("jax_wonly: its dot_general is not jax.lax.dot_general.")
     if type_ is nn.Dense:
@@ -435,6 +445,22 @@ def _product(module: Any, weight: QuantizedTensor, inputs: Any, einsum_str: str 
         precision=module.precision,
         preferred_element_type=getattr(module, "preferred_element_type", None),
     )
+
+
+def _convolve(module: Any, weight: QuantizedTensor, inputs: Any) -> jax.Array:
+    """What ``nn.Conv`` computes."""
+    _contraction(module, nn.Conv, inputs)
+    inputs = jnp.asarray(inputs)
+    window = as_tuple(module.kernel_size)
+    shape = (*window, inputs.shape[-1] // module.feature_group_count, module.features)
+    if weight.shape != shape:
+        raise ValueError(
+            f"jax_wonly: the quantized kernel of {'/'.join(module.path)} has shape {weight.shape}; accepted for an "
+            f"input of shape {inputs.shape}: {shape}."
+        )
+    bias = module.get_variable("params", "bias") if module.use_bias else None
+    inputs, _, bias = module.promote_dtype(inputs, _like(weight), nn.meta.unbox(bias), dtype=module.dtype)
+    return convolve(inputs, weight, bias, module, precision=module.precision)
 
 
 def _embed(module: Any, weight: QuantizedTensor, inputs: Any) -> jax.Array:
@@ -583,19 +609,7 @@ class QuantizedDense(nn.Module):
         Raises:
           ValueError: the kernel in the parameters is dense, or has another number of outputs.
         """
-        if self.has_variable("params", "kernel"):
-            weight = self.get_variable("params", "kernel")
-        else:
-            draw = kernel_init(
-                self.kernel_init, bits=self.bits, group_size=self.group_size, **(self.quantize_options or {})
-            )
-            weight = self.param("kernel", draw, (jnp.shape(inputs)[-1], self.features), self.param_dtype)
-        if not isinstance(weight, QuantizedTensor) or weight.n != self.features:
-            kind = "quantized" if isinstance(weight, QuantizedTensor) else "dense"
-            raise ValueError(
-                f"jax_wonly: the kernel of {'/'.join(self.path)} is {kind} and has shape {tuple(weight.shape)}; "
-                f"accepted: a quantized one [..., {self.features}]."
-            )
+        weight = _kernel_of(self, (jnp.shape(inputs)[-1], self.features))
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
         inputs, _, bias = self.promote_dtype(inputs, _like(weight), bias, dtype=self.dtype)
         return matmul(
@@ -606,3 +620,82 @@ class QuantizedDense(nn.Module):
             precision=self.precision,
             implementation=self.implementation,
         )
+
+
+class QuantizedConv(nn.Module):
+    """``nn.Conv`` with int4 or int8 weights; needs no interception.
+
+    The kernel is initialised, quantized and dropped. The parameters are those that :func:`quantize` makes of an
+    ``nn.Conv``, whatever their scheme; every tap of the window has scales of its own.
+
+    Attributes:
+      features, kernel_size, strides, padding, input_dilation, kernel_dilation: as in ``nn.Conv``.
+      feature_group_count, use_bias, dtype, param_dtype, precision, kernel_init, bias_init, promote_dtype: as there.
+      bits, group_size, quantize_options, activation, implementation: as in :class:`QuantizedDense`.
+
+    Example:
+      >>> layer = jw.linen.QuantizedConv(32, (3, 3), strides=2, group_size=64)
+      >>> variables = layer.init(jax.random.key(0), jnp.ones((1, 8, 8, 64)))
+      >>> variables["params"]["kernel"]
+      QuantizedTensor(int4[3, 3, 64, 32], group_size=64, symmetric, scales float32, 19.1 KiB)
+      >>> layer.apply(variables, jnp.ones((1, 8, 8, 64))).shape
+      (1, 4, 4, 32)
+    """
+
+    features: int
+    kernel_size: int | Sequence[int]
+    strides: int | Sequence[int] | None = 1
+    padding: Any = "SAME"
+    input_dilation: int | Sequence[int] | None = 1
+    kernel_dilation: int | Sequence[int] | None = 1
+    feature_group_count: int = 1
+    bits: int = 4
+    group_size: int | None = 128
+    quantize_options: Mapping[str, Any] | None = None
+    activation: str | None = None
+    implementation: str | None = None
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Callable[..., jax.Array] = default_kernel_init
+    bias_init: Callable[..., jax.Array] = nn.initializers.zeros_init()
+    promote_dtype: Callable[..., Any] = default_promote_dtype
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Applies the layer: ``[*batch, *spatial, K]`` to ``[*batch, *spatial, features]``.
+
+        Raises:
+          ValueError: the kernel in the parameters is dense, or has another shape.
+        """
+        shape = (*as_tuple(self.kernel_size), jnp.shape(inputs)[-1] // self.feature_group_count, self.features)
+        weight = _kernel_of(self, shape)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        inputs, _, bias = self.promote_dtype(inputs, _like(weight), bias, dtype=self.dtype)
+        return convolve(
+            inputs,
+            weight,
+            bias,
+            self,
+            activation=self.activation,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+
+def _kernel_of(module: Any, shape: tuple[int, ...]) -> QuantizedTensor:
+    """The kernel of a layer of this module, drawn where there is none yet."""
+    if module.has_variable("params", "kernel"):
+        weight = module.get_variable("params", "kernel")
+    else:
+        options = module.quantize_options or {}
+        draw = kernel_init(module.kernel_init, bits=module.bits, group_size=module.group_size, **options)
+        weight = module.param("kernel", draw, shape, module.param_dtype)
+    if not isinstance(weight, QuantizedTensor) or weight.shape[weight.ndim - len(shape) :] != shape:
+        kind = "quantized" if isinstance(weight, QuantizedTensor) else "dense"
+        raise ValueError(
+            f"jax_wonly: the kernel of {'/'.join(module.path)} is {kind} and has shape {tuple(weight.shape)}; "
+            f"accepted: a quantized one [..., {', '.join(map(str, shape))}]."
+        )
+    return weight

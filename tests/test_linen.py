@@ -220,7 +220,7 @@ def test_predicate_and_reasons():
             x = nn.Dense(64, name="c")(x)
             x = nn.Dense(64, name="d", dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k))(x)
             x = nn.Einsum((64, 4), "bd,de->b", name="e", use_bias=False)(x)
-            return nn.Conv(8, (3,), name="f")(jnp.broadcast_to(x[:, None], (2, 64)))
+            return nn.ConvTranspose(8, (3,), name="f")(jnp.broadcast_to(x[:, None], (2, 64)))
 
     model, x = Odd(), random((2, 64))
     variables = model.init(jax.random.key(0), x)

@@ -285,14 +285,14 @@ def test_subclasses_are_replaced_unless_they_compute_something_else():
         Plain(64, 64, rngs=nnx.Rngs(0)),
         nnx.LoRALinear(64, 64, lora_rank=2, rngs=nnx.Rngs(0)),
         nnx.Linear(64, 64, dot_general=lambda *a, **k: jax.lax.dot_general(*a, **k), rngs=nnx.Rngs(0)),
-        nnx.Conv(64, 64, (3, 3), rngs=nnx.Rngs(0)),
+        nnx.ConvTranspose(64, 64, (3, 3), rngs=nnx.Rngs(0)),
     )
     report = quantize(model, group_size=64)
     assert [(layer.path, layer.type) for layer in report.layers] == [("layers/0", "Plain")]
     reasons = {s.path: s.reason for s in report.skipped}
     assert "__call__" in reasons["layers/1"]
     assert "dot_general" in reasons["layers/2"]
-    assert "Conv is none of" in reasons["layers/3/kernel"]
+    assert "ConvTranspose is none of" in reasons["layers/3/kernel"]
 
 
 def test_each_dense_kernel_is_freed_before_the_next(monkeypatch):

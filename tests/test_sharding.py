@@ -379,3 +379,42 @@ else:
         with jax.set_mesh(m):
             got = jw.matmul(jax.device_put(x[0, 0, 0], P("dp")), jax.device_put(weight.qt[0], P()))
         np.testing.assert_allclose(got, plain[0, 0, 0], rtol=2e-5, atol=2e-4)
+
+    @pytest.mark.parametrize("axes", ["auto", "explicit"])
+    def test_convolution(rng, axes):
+        """Images and outputs split without communication; what the devices do not divide is gathered, and right."""
+        weight = random_weight(rng, 64, 256, group_size=32, mode="offsets", lead=(3, 3))
+        x, bias = random_x(rng, (4, 6, 5, 64)), random_x(rng, (256,))
+        m = (mesh if axes == "auto" else explicit)(("dp", 2), ("tp", 4))
+
+        def f(x, qt, bias):
+            return jw.conv_general_dilated(x, qt, (2, 1), "SAME", bias=bias, activation="relu")
+
+        def dx(x, qt, bias):
+            return jax.grad(lambda x: (f(x, qt, bias) ** 2).sum())(x)
+
+        plain, plain_dx = np.asarray(f(x, weight.qt, bias)), np.asarray(dx(x, weight.qt, bias))
+        b = jax.device_put(bias, NamedSharding(m, P()))
+        for x_spec, n, free in [
+            (P(), None, True),
+            (P("dp"), None, True),
+            (P("dp"), "tp", True),
+            (P(None, "dp"), None, False),
+        ]:
+            args = (jax.device_put(x, NamedSharding(m, x_spec)), put(weight.qt, m, n=n), b)
+            compiled = jax.jit(f).lower(*args).compile()
+            np.testing.assert_allclose(compiled(*args), plain, rtol=1e-4, atol=1e-3)
+            assert collectives(compiled) == [] or not free
+            got = jax.jit(dx)(*args)
+            np.testing.assert_allclose(got, plain_dx, rtol=1e-3, atol=1e-3 * np.abs(plain_dx).max())
+        odd = random_weight(rng, 64, 70, lead=(3, 3))
+        args = (jax.device_put(x[:3], NamedSharding(m, P())), jax.device_put(odd.qt, NamedSharding(m, P())), b[:70])
+        np.testing.assert_allclose(jax.jit(f)(*args), f(x[:3], odd.qt, bias[:70]), rtol=1e-4, atol=1e-3)
+        split = jax.device_put(x, NamedSharding(m, P("dp")))
+        conv = put(weight.qt, m, n="tp")
+
+        def one_tap(x, qt, bias):
+            return jw.conv_general_dilated(x, qt[:1, :1], (1, 2), "VALID", bias=bias)
+
+        got = jax.jit(one_tap)(split, conv, b)
+        np.testing.assert_allclose(got, one_tap(x, weight.qt, bias), rtol=1e-4, atol=1e-3)

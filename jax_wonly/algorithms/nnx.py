@@ -33,7 +33,7 @@ from jax_wonly.algorithms._moments import gram, output_error
 from jax_wonly.algorithms._weights import absmax, hqq, minmax, mse
 from jax_wonly.checkpoint.nnx import PermutedLinear, _store
 from jax_wonly.compat import PermutedTensor
-from jax_wonly.nnx import QuantizedEmbed, QuantizedLayer, QuantizedLinear
+from jax_wonly.nnx import QuantizedConv, QuantizedEmbed, QuantizedLayer, QuantizedLinear
 from jax_wonly.nnx._replace import _plan, _Planned, abstract_layer, model_bytes, modules, replace, replacement_for
 from jax_wonly.progress import progress as progress_bar
 
@@ -46,6 +46,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "gptq": gptq,
 }
 _CALIBRATED = ("awq", "gptq")  # those that cannot do without moments
+_UNRECORDED = (QuantizedConv, QuantizedEmbed)  # a lookup has no inputs to record, and a window has many for each image
 _MODES = dict.fromkeys(METHODS, "symmetric") | {"minmax": "integer_zeros", "hqq": "float_zeros"}
 _SCHEME = ("bits", "group_size", "mode", "scale_dtype")
 
@@ -309,7 +310,8 @@ def calibrate(
       {'layers/0': 64}
     """
     _check_model(model)
-    found = {p.path: p for p in _plan(model, {"group_size": None}, None, False)[0].values()}
+    plan, _ = _plan(model, {"group_size": None}, None, False)
+    found = {p.path: p for p in plan.values() if p.type not in _UNRECORDED}
     if layers is not None:
         if unknown := sorted(set(layers) - set(found)):
             raise ValueError(
@@ -391,7 +393,7 @@ def _tasks(
     tasks = []
     for planned in plan.values():
         chosen, own = methods[planned.path]
-        if planned.type is QuantizedEmbed and chosen in _CALIBRATED:  # a lookup has no inputs to record
+        if planned.type in _UNRECORDED and chosen in _CALIBRATED:
             chosen, own = "mse", {}
         scheme = dict(planned.options)
         mode = scheme["mode"]
@@ -460,8 +462,8 @@ def quantize_model(
     Layers are chosen and replaced as by :func:`jax_wonly.nnx.quantize`. Those whose moments do not fit into
     ``max_moment_bytes`` together are calibrated and quantized in several passes over the batches, later ones with the
     earlier layers quantized. AWQ gives ``nnx.Linear`` an input multiplier (:class:`ScaledLinear`), unless it is folded
-    into what comes before; other layers get its clipping alone. A layer that no batch calls is quantized by clip search
-    without moments, with a warning.
+    into what comes before; other layers get its clipping alone. ``nnx.Conv`` gets clip search where the method needs
+    inputs. A layer that no batch calls is quantized by clip search without moments, with a warning.
 
     Args:
       model: the dense model.
@@ -583,7 +585,7 @@ def _seen(tasks: Iterable[_Task]) -> dict[str, _Planned]:
     return {
         task.path: task.planned
         for task in tasks
-        if task.method in (*_CALIBRATED, "mse") and task.planned.type is not QuantizedEmbed
+        if task.method in (*_CALIBRATED, "mse") and task.planned.type not in _UNRECORDED
     }
 
 

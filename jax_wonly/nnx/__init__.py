@@ -13,6 +13,7 @@ except ImportError as error:
 
 from jax_wonly._model import LayerReport, Report, SkippedLayer
 from jax_wonly.nnx._layers import (
+    QuantizedConv,
     QuantizedEinsum,
     QuantizedEmbed,
     QuantizedExperts,
@@ -26,6 +27,7 @@ from jax_wonly.nnx._replace import quantize
 
 __all__ = [
     "LayerReport",
+    "QuantizedConv",
     "QuantizedEinsum",
     "QuantizedEmbed",
     "QuantizedExperts",

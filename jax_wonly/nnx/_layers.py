@@ -11,6 +11,7 @@ from flax.nnx.nn.dtypes import promote_dtype as default_promote_dtype
 from flax.nnx.nn.linear import default_bias_init, default_embed_init, default_kernel_init
 
 from jax_wonly._contraction import Einsum, Kernel, as_tuple, contract, dense_general
+from jax_wonly._conv_layer import convolve
 from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._matmul import matmul
 from jax_wonly._model import options_of
@@ -147,6 +148,8 @@ def _accept_only(name: str, value: Any, *accepted: Any) -> None:
     if not any(value is one for one in accepted):
         why = {
             "kernel_metadata": "a packed kernel has other axes than a dense one",
+            "mask": "a mask would have to be applied to packed weights",
+            "conv_general_dilated": "the layer calls jax_wonly.conv_general_dilated",
             "embedding_metadata": "a packed table has other axes than a dense one",
         }.get(name, "a quantized layer calls jax_wonly.matmul")
         names = " or ".join(getattr(one, "__name__", repr(one)) for one in accepted)
@@ -636,6 +639,135 @@ def _parts(kernel: Kernel) -> list[list[int]]:
     return [[kernel.axes.index(a) for a in part] for part in (kernel.batch, kernel.inputs, kernel.outputs)]
 
 
+class QuantizedConv(QuantizedLayer):
+    """``nnx.Conv`` with int4 or int8 weights.
+
+    The arguments of ``nnx.Conv`` keep their meaning. The weight is ``[*kernel_size, K, N]`` with K = in_features /
+    feature_group_count; ``group_size`` divides K, and every tap of the window has scales of its own.
+
+    Args:
+      in_features, out_features, kernel_size, strides: as in ``nnx.Conv``.
+      padding, input_dilation, kernel_dilation, feature_group_count: as there.
+      bits, group_size, quantize_options, activation, implementation: as in ``QuantizedLinear``.
+      use_bias, dtype, param_dtype, precision, kernel_init, bias_init: as in ``nnx.Conv``.
+      promote_dtype, preferred_element_type, rngs, bias_metadata: as there.
+      mask, conv_general_dilated, kernel_metadata: must be left at their defaults.
+
+    Raises:
+      ValueError: an argument of the last line is given.
+
+    Example:
+      >>> layer = jw.nnx.QuantizedConv(64, 32, (3, 3), strides=2, group_size=64, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 8, 8, 64))).shape, layer.kernel.shape
+      ((1, 4, 4, 32), (3, 3, 64, 32))
+    """
+
+    dense_type = nnx.Conv
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None = 1,
+        *,
+        padding: Any = "SAME",
+        input_dilation: int | Sequence[int] | None = 1,
+        kernel_dilation: int | Sequence[int] | None = 1,
+        feature_group_count: int = 1,
+        bits: int = 4,
+        group_size: int | None = 128,
+        quantize_options: Mapping[str, Any] | None = None,
+        activation: str | None = None,
+        use_bias: bool = True,
+        mask: Any = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Any = default_kernel_init,
+        bias_init: Any = default_bias_init,
+        conv_general_dilated: Any = jax.lax.conv_general_dilated,
+        promote_dtype: Any = default_promote_dtype,
+        preferred_element_type: Any = None,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+        kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
+    ):
+        _accept_only("kernel_metadata", kernel_metadata or None, None)
+        _accept_only("mask", mask, None)
+        _accept_only("conv_general_dilated", conv_general_dilated, jax.lax.conv_general_dilated)
+        given = kernel_init
+        if not isinstance(given, _Given):
+            dense = nnx.Conv(
+                in_features,
+                out_features,
+                kernel_size,
+                feature_group_count=feature_group_count,
+                use_bias=use_bias,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                bias_init=bias_init,
+                rngs=rngs,
+                bias_metadata=bias_metadata or {},
+            )
+            given = _Given(dense.kernel[...], dense.bias)
+        self._store(given.kernel, bits, group_size, quantize_options)
+        self.bias = nnx.data(given.bias)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.kernel_size = as_tuple(kernel_size)
+        self.strides = strides
+        self.padding = padding
+        self.input_dilation = input_dilation
+        self.kernel_dilation = kernel_dilation
+        self.feature_group_count = feature_group_count
+        self.use_bias = use_bias
+        self.activation = activation
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.promote_dtype = promote_dtype
+        self.preferred_element_type = preferred_element_type
+        self.implementation = implementation
+
+    @classmethod
+    def refuses(cls, dense: nnx.Conv) -> str | None:
+        if dense.conv_general_dilated is not jax.lax.conv_general_dilated:
+            return "its conv_general_dilated is not jax.lax.conv_general_dilated"
+        if dense.mask is not None:
+            return "it has a mask"
+        return super().refuses(dense)
+
+    @classmethod
+    def _of(cls, dense: nnx.Conv, **options: Any) -> Self:
+        return cls(
+            dense.in_features,
+            dense.out_features,
+            dense.kernel_size,
+            dense.strides,
+            padding=dense.padding,
+            input_dilation=dense.input_dilation,
+            kernel_dilation=dense.kernel_dilation,
+            feature_group_count=dense.feature_group_count,
+            use_bias=dense.use_bias,
+            dtype=dense.dtype,
+            param_dtype=dense.kernel[...].dtype,
+            precision=dense.precision,
+            kernel_init=_Given(dense.kernel[...], dense.bias),
+            promote_dtype=dense.promote_dtype,
+            preferred_element_type=dense.preferred_element_type,
+            rngs=nnx.Rngs(0),
+            **options,
+        )
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Applies the layer: ``[*batch, *spatial, in_features]`` to ``[*batch, *spatial, out_features]``."""
+        inputs, bias = _promote(self, inputs)
+        outputs = convolve(inputs, self.kernel, bias, self, activation=self.activation, **_product_options(self))
+        return outputs if out_sharding is None else jax.sharding.reshard(outputs, out_sharding)
+
+
 class QuantizedExperts(QuantizedLayer):
     """The linear layers of a mixture of experts, one weight ``[num_experts, in_features, out_features]``.
 
@@ -861,5 +993,6 @@ REPLACEMENTS: tuple[type[QuantizedLayer], ...] = (
     QuantizedLinear,
     QuantizedLinearGeneral,
     QuantizedEinsum,
+    QuantizedConv,
     QuantizedEmbed,
 )

@@ -41,9 +41,9 @@ def quantize(
 ) -> Report:
     """Replaces the layers of a model by quantized ones, in place, and frees each dense kernel as it goes.
 
-    ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum`` and, if asked for, ``nnx.Embed`` are replaced, and so is a
-    subclass that inherits the methods of one. A layer held in several places stays shared. A layer that computes
-    something else, or whose number of inputs is not a multiple of ``group_size``, stays dense and is listed in
+    ``nnx.Linear``, ``nnx.LinearGeneral``, ``nnx.Einsum``, ``nnx.Conv`` and, if asked for, ``nnx.Embed`` are replaced,
+    and so is a subclass that inherits the methods of one. A layer held in several places stays shared. A layer that
+    computes something else, or whose number of inputs is not a multiple of ``group_size``, stays dense and is listed in
     ``Report.skipped``; ask for another group size for it with ``predicate``. An abstract model (``nnx.eval_shape``)
     becomes an abstract quantized one.
 
