@@ -134,3 +134,19 @@ def test_missing_weights_are_told_in_one_sentence(tmp_path):
 def test_bad_options_are_refused(arguments, tmp_path):
     result = run("x", *arguments, cache=tmp_path)
     assert result.returncode == 2 and "usage" in result.stderr
+
+
+def test_image(tmp_path):
+    pytest.importorskip("skimage")
+    from PIL import Image
+
+    picture, facts = tmp_path / "d.png", tmp_path / "d.json"
+    command = [EXAMPLES / "image.py", "--out", picture, "--json", facts, "--steps", "20", "--quiet"]
+    result = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert Image.open(picture).size == (5 * 192, 512)
+    found = json.loads(facts.read_text())
+    dense, int8, int4 = found["rows"]
+    assert dense["psnr"] > found["noisy_psnr"]
+    assert int8["psnr_to_dense"] > 45 and int8["psnr_to_dense"] > int4["psnr_to_dense"] > 20
+    assert dense["kernel_bytes"] > 2 * int8["kernel_bytes"] > 3 * int4["kernel_bytes"]
