@@ -23,6 +23,17 @@
 //     bits, shift_mode. The product with the transposed weights.
 //   wonly_ragged_matmul_transposed_v1(dy[My, N], qw, scales, rows s32, (shift)) -> dx[M, K], scratch s32[S]
 //     bits, shift_mode, row_mode, as in wonly_ragged_matmul_v1.
+//   wonly_quantize_activation_v1(x[M, K]) -> codes[M, Kp], scales f32[M, G], sums[M, G], (offsets f32[M, G])
+//     CUDA alone. Codes are s8 with s32 sums, or f8e4m3fn with f32 sums and no offsets; Kp is K rounded up to 16, and
+//     codes beyond K are zero. Of each 16 inputs, code 4t + 2 odd + pair is that of input 8 pair + 2t + odd.
+//   wonly_quantized_matmul_v1(codes[Bx, M, Kp], x_scales f32[Bx, M, Gx], qw u32[Bw, Nt, Kt, 512], scales[Bs, G, N],
+//                             (x_sums[Bx, M, Gs]), (x_offsets f32[Bx, M, Gx]), (shift[Bz, G, N]), (bias[Bb, N]))
+//       -> y[B, M, N]
+//     CUDA alone, architecture 9.0. k, bits, shift_mode, has_bias, activation, has_sums, has_offsets. x is codes *
+//     x_scales + x_offsets. Sums are those of the codes of the smaller groups of both, Gs = max(Gx, G), and needed
+//     where shift is neither none nor u8 zeros of 4 bits. Groups are 128 or 256 inputs, or 1. The same leading sizes.
+//   wonly_static_matmul_v1(codes s8[M, Kp], qw u32[Nt, Kt, 512], multiplier f32[N], fused s32[N]) -> y s8[M, N]
+//     As that; k, bits, zero, low, high: clamp(rint((codes @ (qw - 2^(bits - 1)) + fused) * multiplier) + zero).
 //
 // x, w, y, dx, dy: f16, bf16 or f32. scales, bias: f16, bf16 or f32. shift: those (zeros or offsets), or u8 (integer
 // zeros). The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1)

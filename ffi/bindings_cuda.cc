@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <sstream>
@@ -16,6 +17,8 @@
 #include "cuda/matmul.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/quantize.h"
+#include "cuda/quantize_activation.h"
+#include "cuda/quantized_matmul.h"
 #include "cuda/ragged.h"
 #include "dequant/selftest.h"
 
@@ -191,6 +194,193 @@ ffi::Error dequantize(cudaStream_t stream, ffi::AnyBuffer qw, ffi::AnyBuffer sca
   return launched("dequantize", launch_dequantize(args, stream));
 }
 
+// Codes of activations: int8, or e4m3 where `float8` comes back true.
+ffi::Error check_codes(const char* name, const ffi::AnyBuffer& codes, bool& float8) {
+  float8 = codes.element_type() == ffi::DataType::F8E4M3FN;
+  return float8 ? ffi::Error::Success() : check_type(name, codes, ffi::DataType::S8);
+}
+
+ffi::Error quantize_activation(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> codes,
+                               ffi::Result<ffi::AnyBuffer> scales, ffi::Result<ffi::AnyBuffer> sums,
+                               ffi::RemainingRets rest) {
+  WONLY_RETURN_IF_ERROR(check_rank("x", x, 2));
+  const int64_t m = x.dimensions()[0], k = x.dimensions()[1];
+  Operand in;
+  WONLY_RETURN_IF_ERROR(check_operand("x", x, m, false, {k}, false, in));
+  WONLY_RETURN_IF_ERROR(check_inputs("x", k));
+  QuantizeActivationArgs args{};
+  WONLY_RETURN_IF_ERROR(check_codes("codes", *codes, args.float8));
+  WONLY_RETURN_IF_ERROR(check_shape("codes", *codes, m, false, {ceil_div(k, 16) * 16}));
+  WONLY_RETURN_IF_ERROR(check_rank("scales", *scales, 2));
+  args.groups = scales->dimensions()[1];
+  if (args.groups < 1 || k % args.groups != 0) {
+    return invalid("scales has ", args.groups, " groups, which do not divide K = ", k);
+  }
+  WONLY_RETURN_IF_ERROR(check_sizes(1, m, k, 1, args.groups));
+  WONLY_RETURN_IF_ERROR(check_type("scales", *scales, ffi::DataType::F32));
+  WONLY_RETURN_IF_ERROR(check_shape("scales", *scales, m, false, {args.groups}));
+  WONLY_RETURN_IF_ERROR(check_type("sums", *sums, args.float8 ? ffi::DataType::F32 : ffi::DataType::S32));
+  WONLY_RETURN_IF_ERROR(check_shape("sums", *sums, m, false, {args.groups}));
+  if (rest.size() > (args.float8 ? 0 : 1)) return invalid(3 + rest.size(), " results; accepted: 3, or 4 of int8 codes");
+  if (rest.size() == 1) {
+    const ffi::AnyBuffer offsets = **rest.get<ffi::AnyBuffer>(0);
+    WONLY_RETURN_IF_ERROR(check_type("offsets", offsets, ffi::DataType::F32));
+    WONLY_RETURN_IF_ERROR(check_shape("offsets", offsets, m, false, {args.groups}));
+    args.offsets = static_cast<float*>(offsets.untyped_data());
+  }
+  if (m == 0) return ffi::Error::Success();
+  args.x = in.data;
+  args.codes = codes->untyped_data();
+  args.scales = static_cast<float*>(scales->untyped_data());
+  args.sums = sums->untyped_data();
+  args.m = m;
+  args.k = k;
+  args.x_dtype = in.type;
+  return launched("quantize_activation", launch_quantize_activation(args, stream));
+}
+
+ffi::Error quantized_matmul(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer x_scales, ffi::AnyBuffer qw,
+                            ffi::AnyBuffer scales, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t k,
+                            int64_t bits, int64_t shift_mode, int64_t has_bias, int64_t activation, int64_t has_sums,
+                            int64_t has_offsets) {
+  WONLY_RETURN_IF_ERROR(check_rank3("the result", *y));
+  const int64_t batch = y->dimensions()[0], m = y->dimensions()[1], n = y->dimensions()[2];
+  QuantizedMatmulArgs all{};
+  MatmulArgs& args = all.product;
+  WONLY_RETURN_IF_ERROR(check_codes("codes", codes, all.float8));
+  if (k < 1) return invalid("k = ", k, "; accepted: at least 1");
+  all.k_stride = ceil_div(k, 16) * 16;
+  WONLY_RETURN_IF_ERROR(check_shape("codes", codes, batch, true, {m, all.k_stride}));
+  WONLY_RETURN_IF_ERROR(check_rank3("x_scales", x_scales));
+  all.x_groups = x_scales.dimensions()[2];
+  const auto check_x = [&](const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type, int64_t groups) {
+    WONLY_RETURN_IF_ERROR(check_type(name, buffer, type));
+    WONLY_RETURN_IF_ERROR(check_shape(name, buffer, batch, true, {m, groups}));
+    if (buffer.dimensions()[0] == codes.dimensions()[0]) return ffi::Error::Success();
+    return invalid(name, " has ", buffer.dimensions()[0], " entries, and the codes ", codes.dimensions()[0]);
+  };
+  WONLY_RETURN_IF_ERROR(check_x("x_scales", x_scales, ffi::DataType::F32, all.x_groups));
+  if (all.x_groups < 1 || k % all.x_groups != 0) {
+    return invalid("x_scales has ", all.x_groups, " groups, which do not divide K = ", k);
+  }
+  WONLY_RETURN_IF_ERROR(check_choice("has_bias", has_bias, 1));
+  WONLY_RETURN_IF_ERROR(check_choice("has_sums", has_sums, 1));
+  WONLY_RETURN_IF_ERROR(check_choice("has_offsets", has_offsets, 1));
+  WONLY_RETURN_IF_ERROR(check_choice("activation", activation, static_cast<int64_t>(Activation::kSilu)));
+  WONLY_RETURN_IF_ERROR(check_choice("shift_mode", shift_mode, static_cast<int64_t>(ShiftMode::kOffsets)));
+  // Those of x, then those of the weights.
+  const size_t of_x = has_sums + has_offsets, has_shift = static_cast<ShiftMode>(shift_mode) != ShiftMode::kNone;
+  if (rest.size() != of_x + has_shift + has_bias) {
+    return invalid(rest.size(), " optional operands; the attributes call for ", of_x + has_shift + has_bias);
+  }
+  WeightOperands weights;
+  WONLY_RETURN_IF_ERROR(check_bits(bits));
+  weights.bits = static_cast<int>(bits);
+  weights.shift_mode = static_cast<ShiftMode>(shift_mode);
+  weights.k = k;
+  weights.n = n;
+  WONLY_RETURN_IF_ERROR(check_type("qw", qw, ffi::DataType::U32));
+  WONLY_RETURN_IF_ERROR(
+      check_shape("qw", qw, batch, true, {ceil_div(n, kTileN), ceil_div(k, tile_k(weights.bits)), kTileWords}));
+  weights.qw = static_cast<const uint32_t*>(qw.untyped_data());
+  weights.qw_stride = batch_stride(qw);
+  WONLY_RETURN_IF_ERROR(check_rank3("scales", scales));
+  weights.groups = scales.dimensions()[1];
+  if (weights.groups < 1 || k % weights.groups != 0) {
+    return invalid("scales has ", weights.groups, " groups, which do not divide K = ", k);
+  }
+  WONLY_RETURN_IF_ERROR(check_operand("scales", scales, batch, true, {weights.groups, n}, false, weights.scales));
+  if (has_shift) {
+    WONLY_RETURN_IF_ERROR(check_operand("shift", *rest.get<ffi::AnyBuffer>(of_x), batch, true, {weights.groups, n},
+                                        weights.shift_mode == ShiftMode::kZeros, weights.shift));
+  }
+  WONLY_RETURN_IF_ERROR(check_sizes(batch, m, k, n, weights.groups));
+  WONLY_RETURN_IF_ERROR(check_sizes(batch, m, k, n, all.x_groups));
+  set_weights(args, weights);
+  size_t next = 0;
+  if (has_sums == 1) {
+    const ffi::AnyBuffer sums = *rest.get<ffi::AnyBuffer>(next++);
+    WONLY_RETURN_IF_ERROR(check_x("x_sums", sums, all.float8 ? ffi::DataType::F32 : ffi::DataType::S32,
+                                  std::max(all.x_groups, weights.groups)));
+    all.x_sums = sums.untyped_data();
+    all.x_sums_batch_stride = batch_stride(sums);
+  }
+  if (has_offsets == 1) {
+    const ffi::AnyBuffer offsets = *rest.get<ffi::AnyBuffer>(next++);
+    WONLY_RETURN_IF_ERROR(check_x("x_offsets", offsets, ffi::DataType::F32, all.x_groups));
+    all.x_offsets = static_cast<const float*>(offsets.untyped_data());
+  }
+  Operand bias, out;
+  if (has_bias == 1) {
+    WONLY_RETURN_IF_ERROR(
+        check_operand("bias", *rest.get<ffi::AnyBuffer>(rest.size() - 1), batch, true, {n}, false, bias));
+  }
+  WONLY_RETURN_IF_ERROR(check_operand("the result", *y, batch, false, {m, n}, false, out));
+  if (quantized::needs_sums(args) && has_sums == 0) return invalid("these weights need x_sums; there are none");
+  if (y->element_count() == 0) return ffi::Error::Success();
+  args.x = codes.untyped_data();
+  args.bias = bias.data;
+  args.y = out.data;
+  args.batch = batch;
+  args.x_batch_stride = batch_stride(codes);
+  args.bias_batch_stride = bias.stride;
+  args.m = m;
+  args.bias_dtype = bias.type;
+  args.y_dtype = out.type;
+  args.has_bias = has_bias == 1;
+  args.activation = static_cast<Activation>(activation);
+  all.x_scales = static_cast<const float*>(x_scales.untyped_data());
+  all.x_scales_batch_stride = batch_stride(x_scales);
+  if (!quantized::supports(all)) {
+    return invalid("activations of ", all.x_groups, " groups and weights of ", bits, " bits and ", weights.groups,
+                   " groups for K = ", k, "; accepted: 1, or groups of 128 or 256 inputs, and 4 bits for float8");
+  }
+  return launched("the quantized product", launch_quantized_matmul(all, stream));
+}
+
+ffi::Error static_matmul(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuffer qw, ffi::AnyBuffer multiplier,
+                         ffi::AnyBuffer fused, ffi::Result<ffi::AnyBuffer> y, int64_t k, int64_t bits, int64_t zero,
+                         int64_t low, int64_t high) {
+  WONLY_RETURN_IF_ERROR(check_rank("the result", *y, 2));
+  const int64_t m = y->dimensions()[0], n = y->dimensions()[1];
+  if (k < 1) return invalid("k = ", k, "; accepted: at least 1");
+  WONLY_RETURN_IF_ERROR(check_bits(bits));
+  QuantizedMatmulArgs all{};
+  MatmulArgs& args = all.product;
+  all.k_stride = ceil_div(k, 16) * 16;
+  WONLY_RETURN_IF_ERROR(check_type("codes", codes, ffi::DataType::S8));
+  WONLY_RETURN_IF_ERROR(check_shape("codes", codes, m, false, {all.k_stride}));
+  WONLY_RETURN_IF_ERROR(check_type("qw", qw, ffi::DataType::U32));
+  WONLY_RETURN_IF_ERROR(
+      check_shape("qw", qw, ceil_div(n, kTileN), false, {ceil_div(k, tile_k(static_cast<int>(bits))), kTileWords}));
+  WONLY_RETURN_IF_ERROR(check_type("multiplier", multiplier, ffi::DataType::F32));
+  WONLY_RETURN_IF_ERROR(check_shape("multiplier", multiplier, n, false, {}));
+  WONLY_RETURN_IF_ERROR(check_type("fused", fused, ffi::DataType::S32));
+  WONLY_RETURN_IF_ERROR(check_shape("fused", fused, n, false, {}));
+  WONLY_RETURN_IF_ERROR(check_type("the result", *y, ffi::DataType::S8));
+  for (const int64_t value : {zero, low, high}) {
+    if (value < -128 || value > 127) return invalid("zero, low or high = ", value, "; accepted: -128 to 127");
+  }
+  WONLY_RETURN_IF_ERROR(check_sizes(1, m, k, n, 1));
+  if (y->element_count() == 0) return ffi::Error::Success();
+  args.x = codes.untyped_data();
+  args.qw = static_cast<const uint32_t*>(qw.untyped_data());
+  args.scales = multiplier.untyped_data();
+  args.y = y->untyped_data();
+  args.batch = args.groups = all.x_groups = 1;
+  args.m = m;
+  args.k = k;
+  args.n = n;
+  args.bits = static_cast<int>(bits);
+  args.scale_dtype = args.y_dtype = DType::kF32;
+  all.fused = static_cast<const int32_t*>(fused.untyped_data());
+  all.zero = static_cast<int>(zero);
+  all.low = static_cast<int>(low);
+  all.high = static_cast<int>(high);
+  if (!quantized::supports(all)) return invalid("k = ", k, "; accepted: up to 65536");
+  return launched("the static product", launch_quantized_matmul(all, stream));
+}
+
 ffi::Error selftest_conversions(cudaStream_t stream, ffi::AnyBuffer in, ffi::Result<ffi::AnyBuffer> out,
                                 int64_t conversion) {
   WONLY_RETURN_IF_ERROR(check_choice("conversion", conversion, kSelftestConversions - 1));
@@ -215,6 +405,46 @@ XLA_FFI_DEFINE_HANDLER(kMatmulTransposed, matmul_transposed, bind_matmul_transpo
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kQuantize, quantize, bind_quantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kDequantize, dequantize, bind_dequantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kQuantizeActivation, quantize_activation,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Ret<ffi::AnyBuffer>()  // codes
+                           .Ret<ffi::AnyBuffer>()  // scales
+                           .Ret<ffi::AnyBuffer>()  // sums
+                           .RemainingRets(),       // offsets
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kQuantizedMatmul, quantized_matmul,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()  // codes
+                           .Arg<ffi::AnyBuffer>()  // x_scales
+                           .Arg<ffi::AnyBuffer>()  // qw
+                           .Arg<ffi::AnyBuffer>()  // scales
+                           .RemainingArgs()        // x_sums, x_offsets, shift, bias
+                           .Ret<ffi::AnyBuffer>()  // y
+                           .Attr<int64_t>("k")
+                           .Attr<int64_t>("bits")
+                           .Attr<int64_t>("shift_mode")
+                           .Attr<int64_t>("has_bias")
+                           .Attr<int64_t>("activation")
+                           .Attr<int64_t>("has_sums")
+                           .Attr<int64_t>("has_offsets"),
+                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kStaticMatmul, static_matmul,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()  // codes
+                           .Arg<ffi::AnyBuffer>()  // qw
+                           .Arg<ffi::AnyBuffer>()  // multiplier
+                           .Arg<ffi::AnyBuffer>()  // fused
+                           .Ret<ffi::AnyBuffer>()  // y
+                           .Attr<int64_t>("k")
+                           .Attr<int64_t>("bits")
+                           .Attr<int64_t>("zero")
+                           .Attr<int64_t>("low")
+                           .Attr<int64_t>("high"),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kSelftestConversions_, selftest_conversions,
                        ffi::Ffi::Bind()
                            .Ctx<Stream>()
@@ -232,6 +462,9 @@ nb::dict registrations() {
   targets["wonly_matmul_transposed_v1"] = capsule(kMatmulTransposed);
   targets["wonly_quantize_v1"] = capsule(kQuantize);
   targets["wonly_dequantize_v1"] = capsule(kDequantize);
+  targets["wonly_quantize_activation_v1"] = capsule(kQuantizeActivation);
+  targets["wonly_quantized_matmul_v1"] = capsule(kQuantizedMatmul);
+  targets["wonly_static_matmul_v1"] = capsule(kStaticMatmul);
   targets["wonly_selftest_conversions_v1"] = capsule(kSelftestConversions_);
   return targets;
 }

@@ -15,6 +15,7 @@ import jax
 if jax.__version_info__ < (0, 9, 1):
     raise ImportError(f"jax_wonly needs jax 0.9.1 or newer, and this is jax {jax.__version__}: pip install -U jax.")
 
+from jax_wonly._activation import ActivationQuantization, QuantizedActivation, quantize_activation
 from jax_wonly._conv import conv_general_dilated
 from jax_wonly._einsum import dot_general, einsum
 from jax_wonly._experts import gather_matmul, ragged_dot
@@ -34,7 +35,7 @@ ensure_registered()
 
 
 # Imported once they are asked for: linen and nnx need Flax, which is optional, and nobody should wait for the others.
-_MODULES = ("algorithms", "checkpoint", "compat", "linen", "nnx")
+_MODULES = ("algorithms", "checkpoint", "compat", "linen", "nnx", "static")
 
 
 def __getattr__(name: str):
@@ -45,8 +46,10 @@ def __getattr__(name: str):
 
 __all__ = [
     "FORMAT_VERSION",
+    "ActivationQuantization",
     "Explanation",
     "PermutedTensor",
+    "QuantizedActivation",
     "QuantizedTensor",
     "Status",
     "__version__",
@@ -64,6 +67,7 @@ __all__ = [
     "pack",
     "partition_specs",
     "quantize",
+    "quantize_activation",
     "ragged_dot",
     "shardings",
     "status",

@@ -8,8 +8,21 @@ DEQUANTIZE = "wonly_dequantize_v1"
 RAGGED_MATMUL = "wonly_ragged_matmul_v1"
 MATMUL_TRANSPOSED = "wonly_matmul_transposed_v1"
 RAGGED_MATMUL_TRANSPOSED = "wonly_ragged_matmul_transposed_v1"
+QUANTIZE_ACTIVATION = "wonly_quantize_activation_v1"
+QUANTIZED_MATMUL = "wonly_quantized_matmul_v1"
+STATIC_MATMUL = "wonly_static_matmul_v1"
 
-TARGETS = (MATMUL, QUANTIZE, DEQUANTIZE, RAGGED_MATMUL, MATMUL_TRANSPOSED, RAGGED_MATMUL_TRANSPOSED)
+TARGETS = (
+    MATMUL,
+    QUANTIZE,
+    DEQUANTIZE,
+    RAGGED_MATMUL,
+    MATMUL_TRANSPOSED,
+    RAGGED_MATMUL_TRANSPOSED,
+    QUANTIZE_ACTIVATION,
+    QUANTIZED_MATMUL,
+    STATIC_MATMUL,
+)
 
 
 class ShiftMode(IntEnum):

@@ -31,6 +31,8 @@ _MMA_TOKENS = 8  # that one tile of the streaming kernel holds
 # Rows up to which the streaming kernel of the transposed product is expected to be at least as fast.
 _TRANSPOSED_TOKENS = 64
 _TRANSPOSED_TOKENS_FLOAT32 = 256
+# Rows from which on tiles of 256 quantized ones are at least as fast.
+_QUANTIZED_TOKENS = 128
 
 
 @functools.cache
@@ -169,3 +171,8 @@ def use_transposed_kernel(m, n: int, x_dtype, *, forced: bool = False) -> bool:
     if forced or not isinstance(m, int) or transposed_kernel(m, n, x_dtype).endswith("warpgroup"):
         return True
     return m <= (_TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS)
+
+
+def use_quantized_kernel(m, *, forced: bool = False) -> bool:
+    """Whether ``m`` rows of quantized activations meet the weights' codes, or are dequantized first."""
+    return _has_warpgroups() and (forced or not isinstance(m, int) or m > _QUANTIZED_TOKENS)

@@ -9,6 +9,7 @@ from jax import lax
 
 from jax_wonly import _ffi
 from jax_wonly._abi import Activation, ShiftMode
+from jax_wonly._activation import DTYPES, ActivationQuantization, QuantizedActivation, check_weights_of, resolve_scheme
 from jax_wonly._explicit import explicit_mesh, matmul_on_mesh
 from jax_wonly._permuted import PermutedTensor
 from jax_wonly._quantize import shift_mode_of
@@ -22,8 +23,10 @@ from jax_wonly._validate import (
     check_float_dtype,
     check_weights,
 )
+from jax_wonly.primitives.activations import Activations
 from jax_wonly.primitives.matmul import Params
 from jax_wonly.primitives.matmul import matmul as _bind
+from jax_wonly.primitives.quantized_matmul import quantized_matmul, split_operands
 
 ACTIVATIONS = {a.name.lower(): a for a in Activation if a != Activation.NONE}
 
@@ -38,6 +41,7 @@ def matmul(
     *,
     bits: int | None = None,
     activation: str | None = None,
+    activation_quantization: str | ActivationQuantization | None = None,
     preferred_element_type=None,
     precision=None,
     implementation: str | None = None,
@@ -49,7 +53,7 @@ def matmul(
     copied.
 
     Args:
-      x: float16, bfloat16 or float32 ``[..., K]``.
+      x: float16, bfloat16 or float32 ``[..., K]``, or a :class:`QuantizedActivation`, which has no gradient.
       qw: a :class:`QuantizedTensor` or :class:`PermutedTensor`, or a packed array uint32 ``[..., ceil(N / 64), ceil(K /
         tile_k), 512]``.
       scales: with a packed array, float16, bfloat16 or float32 ``[..., K / group_size, N]``; ``[..., 1, N]`` is per
@@ -59,6 +63,9 @@ def matmul(
       bias: floating ``[..., N]``, or None.
       bits: 4 or 8; follows from the shapes unless K <= 32.
       activation: None, ``"relu"``, ``"relu6"``, ``"gelu"`` (the tanh form) or ``"silu"``.
+      activation_quantization: None, or the type to which x is quantized first, ``"int8"`` or ``"float8_e4m3fn"`` (4-bit
+        weights): with a scale for each row, or for each group of the weights, where these have some. An
+        :class:`ActivationQuantization` says more. Gradients are those of the product with x itself.
       preferred_element_type: type of the result; default: that of x.
       precision: as in JAX, for the cases where weights are dequantized for a dense product. None keeps float32
         accuracy for float32 x; ``"highest"`` also keeps dequantized weights in float32 for 16-bit x.
@@ -95,7 +102,15 @@ def matmul(
         table = check_table(weights.table, bits, zeros, offsets)
     else:
         expected_k = None
-    check_array("x", x)
+    quantized = x if isinstance(x, QuantizedActivation) else None
+    if quantized is None:
+        check_array("x", x)
+    else:
+        check_array("x.qvalue", x.qvalue, DTYPES)
+        if activation_quantization is not None:
+            raise TypeError("jax_wonly: activation_quantization is given, and x is quantized; accepted: one of them.")
+        if permutation is not None:
+            raise TypeError("jax_wonly: x is quantized and the weights are permuted; accepted: x itself.")
     if len(x.shape) == 0:
         raise ValueError("jax_wonly: x has shape (); accepted: [..., K].")
     k = x.shape[-1]
@@ -117,9 +132,14 @@ def matmul(
     out_dtype = x.dtype
     if preferred_element_type is not None:
         out_dtype = check_float_dtype("preferred_element_type", preferred_element_type)
+    if quantized is None:
+        scheme = resolve_scheme(activation_quantization, bits, table, k, scales.shape[-2])
+    else:
+        scheme = quantized.scheme
+        check_weights_of(scheme, bits, table)
 
     shift_mode = shift_mode_of(zeros, offsets)
-    operands = [a for a in (x, qw, scales, zeros, offsets, bias) if a is not None]
+    operands = [a for a in (qw, scales, zeros, offsets, bias) if a is not None]
     leads = {"x": x.shape[:-2], "qw": qw.shape[:-3], "scales": scales.shape[:-2]}
     if zeros is not None:
         leads["zeros"] = zeros.shape[:-2]
@@ -139,8 +159,9 @@ def matmul(
         precision=resolve_precision(precision),
         implementation=_ffi.resolve_implementation(implementation),
         table=table,
+        activations=scheme,
     )
-    return _matmul(*operands, params=params)
+    return _matmul(x if quantized is None else quantized.arrays, *operands, params=params)
 
 
 def resolve_activation(activation: str | None) -> Activation:
@@ -166,6 +187,8 @@ def resolve_precision(precision) -> lax.Precision | None:
 
 @partial(jax.jit, static_argnames="params", inline=True)
 def _matmul(x, qw, scales, *rest, params: Params):
+    if isinstance(x, Activations):
+        return _quantized(x, qw, scales, *rest, params=params)
     operands = (x, qw, scales, *rest)
     vector = x.ndim == 1
     if vector:
@@ -185,9 +208,26 @@ def _product(*operands, params: Params):
     x = operands[0]
     leads = [a.shape[: a.ndim - rank] for a, rank in zip(operands, _ranks(params), strict=True)]
     if any(leads[1:]):
-        return _batched(operands, leads, params)
+        return _batched(partial(_bind, params=params), operands, leads)
     y = _bind(x.reshape(1, -1, params.k), *(a[None] for a in operands[1:]), params=params)
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _quantized(x: Activations, *weights, params: Params):
+    """The same of quantized activations ``[..., M, K]`` or ``[K]``."""
+    if x.codes.ndim == 1:
+        return _quantized(x.map(lambda a: a[None]), *weights, params=params)[..., 0, :]
+    ranks = _ranks(params)[1:]
+    leads = [a.shape[: a.ndim - rank] for a, rank in zip(weights, ranks, strict=True)]
+
+    def bind(*operands):
+        a, of_weights = split_operands(operands, params)
+        return quantized_matmul(a, *of_weights, params=params)
+
+    if any(leads):
+        return _batched(bind, (*x.arrays, *weights), [*(a.shape[:-2] for a in x.arrays), *leads])
+    y = bind(*(a.reshape(1, -1, a.shape[-1]) for a in x.arrays), *(a[None] for a in weights))
+    return y.reshape(*x.codes.shape[:-1], y.shape[-1])
 
 
 def _ranks(params: Params) -> list[int]:
@@ -195,11 +235,11 @@ def _ranks(params: Params) -> list[int]:
     return [2, 3, 2] + [2] * (params.shift_mode != ShiftMode.NONE) + [1] * params.has_bias
 
 
-def _batched(operands, leads, params: Params):
+def _batched(bind, operands, leads):
     """One vmap for each leading axis: the batching rule knows which fold into M and which are the kernels' batch."""
 
     def product(*arrays):
-        return _bind(*(a[None] for a in arrays), params=params).squeeze(0)
+        return bind(*(a[None] for a in arrays)).squeeze(0)
 
     rank = max(map(len, leads))
     batch = broadcast_leads(**{str(i): lead for i, lead in enumerate(leads)})

@@ -21,7 +21,7 @@ from flax import linen, nnx  # noqa: E402
 MODULES = [
     "jax_wonly",
     *(f"jax_wonly.{name}" for name in ("algorithms", "algorithms.nnx", "checkpoint", "checkpoint.nnx", "compat")),
-    *(f"jax_wonly.{name}" for name in ("linen", "nnx", "progress")),
+    *(f"jax_wonly.{name}" for name in ("linen", "nnx", "progress", "static")),
     *(f"jax_wonly.compat.{found.name}" for found in pkgutil.iter_modules(compat.__path__) if found.name[0] != "_"),
 ]
 NAMES = {"jax": jax, "jnp": jnp, "np": np, "nnx": nnx, "linen": linen, "jw": jw}  # those that docs/api/index.md has

@@ -5,12 +5,14 @@ import re
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from activation_cases import assert_quantized_product, quantize
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import MODES, random_weight, random_x
@@ -418,3 +420,16 @@ else:
 
         got = jax.jit(one_tap)(split, conv, b)
         np.testing.assert_allclose(got, one_tap(x, weight.qt, bias), rtol=1e-4, atol=1e-3)
+
+    def test_quantized_activations(rng):
+        """Shards of x are quantized where they are, by whole groups."""
+        weight = random_weight(rng, 512, 256, group_size=64)
+        x = random_x(rng, (4, 512))
+        values = quantize(x, 64, "int8", True).values
+        m = mesh(("dp", 2), ("tp", 4))
+        plain = np.asarray(jw.matmul(x, weight.qt, activation_quantization="int8"))
+        assert_quantized_product(plain, values, weight, out_dtype="float32")
+        product = partial(jw.matmul, activation_quantization="int8")
+        check(product, (jax.device_put(x, NamedSharding(m, P("dp"))), put(weight.qt, m, n="tp")), plain, [])
+        split_x = jax.device_put(x, NamedSharding(m, P("dp", "tp")))
+        check(product, (split_x, put(weight.qt, m, k="tp")), plain, ["all-reduce"])

@@ -11,4 +11,7 @@ namespace wonly {
 // edges. K is a multiple of 8.
 cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map);
 
+// The codes of activations [batch, m, k], a byte each, in boxes of `tokens` x 128 inputs; `k` is a multiple of 16.
+cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtensorMap* map);
+
 }  // namespace wonly

@@ -4,7 +4,8 @@ Operands ``x[Bx, M, K]``, ``qw u32[Bw, Nt, Kt, 512]``, ``scales[Bs, G, N]``, the
 ``shift_mode`` is NONE, then ``bias[Bb, N]`` if ``has_bias``. Every leading size is 1 or B, and 1 is broadcast without
 a copy. Result ``[B, M, N]``. With ``transpose`` the first operand is ``[Bx, M, N]`` and the result ``[B, M, K]``: the
 product with the transposed weights, without bias or activation. With a ``table``, a static parameter, codes index its
-16 values; there is no shift then.
+16 values; there is no shift then. With ``activations``, x is quantized first; its gradient is that of the product with
+x itself.
 
 The operation is closed under its own transformations: the tangent and the cotangent of ``x`` are the same primitive,
 so every composition of jvp, vjp, linear_transpose and vmap keeps the weights packed.
@@ -24,8 +25,9 @@ from jax.interpreters import ad, batching
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, ShiftMode
 from jax_wonly._table import Table, as_operand
-from jax_wonly.primitives import dequantize
+from jax_wonly.primitives import activations, dequantize
 from jax_wonly.primitives._common import align_varying, make_primitive, merge_batch, register_lowerings
+from jax_wonly.primitives.activations import Activations, Scheme
 from jax_wonly.primitives.matmul_sharding import allow_partitioning, partitioned
 
 matmul_p = make_primitive("wonly_matmul")
@@ -73,6 +75,7 @@ class Params(NamedTuple):
     precision: lax.Precision | None
     implementation: str | None
     table: Table | None = None
+    activations: Scheme | None = None
 
 
 def matmul(x, qw, scales, *rest, params: Params) -> jax.Array:
@@ -186,6 +189,8 @@ def _evaluate(x, qw, scales, *rest, params: Params, platform: str):
     if any(map(_is_zero, out)):
         return jnp.zeros(out, p.out_dtype)
     if not _ffi.use_native(p.implementation, platform):
+        if p.activations is not None:
+            x = _rounded(activations.quantize(x, p.activations, p.implementation), p, platform)
         return _via_dense(dequantize.reference, x, qw, scales, *rest, p=p)
     return partitioned(partial(_native, platform=platform), epilogue, x, qw, scales, *rest, params=p)
 
@@ -193,10 +198,22 @@ def _evaluate(x, qw, scales, *rest, params: Params, platform: str):
 def _native(x, qw, scales, *rest, params: Params, platform: str):
     """What one device computes of its shards."""
     p = params
+    if p.activations is not None:
+        scheme = p.activations.for_inputs(p.k)
+        p = p._replace(activations=scheme)
+        a = activations.quantize(x, scheme, p.implementation if p.implementation in _ffi.PLATFORMS else None)
+        if activations.has_kernel(a, qw, scales, *rest, p=p, platform=platform):
+            return activations.kernel(a, qw, scales, *rest, p=p)
+        x = _rounded(a, p, platform)
     shift, _ = split_rest(rest, p.shift_mode)
     if _prefers_kernel(x, qw, scales, shift, p, platform):
         return _kernel(x, qw, scales, *rest, p=p, platform=platform)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
+
+
+def _rounded(a: Activations, p: Params, platform: str) -> jax.Array:
+    """What is left of activations that were quantized, for a product without kernels for their codes."""
+    return activations.dequantize(a, p.k, activations.dequantized_dtype(p.out_dtype, platform))
 
 
 def _result_shape(x, qw, scales, *rest, p: Params):
@@ -308,6 +325,7 @@ def _jvp(primals, tangents, *, params: Params):
     shift, _ = split_rest(rest, p.shift_mode)
     shift_dot, bias_dot = split_rest(rest_dot, p.shift_mode)
     y = matmul_p.bind(*primals, params=p)
+    p = p._replace(activations=None)  # rounding has no derivative: that of x as it is stands in for it
 
     terms = []
     if not isinstance(x_dot, ad.Zero):
@@ -334,7 +352,7 @@ def _transpose(ct, x, qw, scales, *rest, params: Params):
         return none
     shift, bias = split_rest(rest, p.shift_mode)
     undefined = [ad.is_undefined_primal(a) for a in (x, qw, scales, *rest)]
-    nonlinear = p.activation != Activation.NONE or p.has_bias
+    nonlinear = p.activation != Activation.NONE or p.has_bias or p.activations is not None
     if nonlinear or sum(undefined) != 1 or not (undefined[0] or undefined[2]):
         raise NotImplementedError(
             "jax_wonly: matmul is linear in x alone or in the scales alone, and only without bias and activation; it "

@@ -1,0 +1,633 @@
+// The product of int8 or e4m3 activations with packed weights for hundreds of tokens and more on Hopper: wgmma of bytes
+// with the weights as the register operand.
+//
+// As in matmul_tiled.cuh two CTAs of a cluster compute neighbouring blocks of 128 outputs for the same 256 tokens, a
+// producer warp keeps a ring of stages full, and two warpgroups of 64 outputs multiply; a stage is 128 inputs. Codes
+// become signed bytes in one to six instructions for four of them: they lose their zero where it is an integer that
+// leaves a byte, and four bits become e4m3 by their sign, for a nibble is an e4m3 number in units of 2^-9.
+//
+// kRows: a row of x and an output have one scale each. int8 sums stay integers to the end, and are exact. kBlocks: the
+// sums of a stage are scaled into float32 ones; half of the tokens at a time, for registers hold no more. Sums of e4m3
+// products, which the tensor cores keep to 14 bits or so, are added in float32 after every stage in either case.
+// kShiftedBlocks: with the other three terms of (s_x q + o_x) (s_w c + o_w), from the sums of both codes.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/element.cuh"
+#include "cuda/epilogue.cuh"
+#include "cuda/launch.h"
+#include "cuda/ptx_sm90_bytes.cuh"
+#include "cuda/quantized_matmul.h"
+#include "cuda/tensor_map.h"
+#include "layout.h"
+
+namespace wonly::quantized {
+
+constexpr int kStageK = 128;
+constexpr int kSteps = kStageK / 32;
+constexpr int kTokens = 256;
+constexpr int kWarpgroups = 2;  // that multiply, 64 outputs each
+constexpr int kOutputs = kWarpgroups * kTileN;
+constexpr int kCluster = 2;
+constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kBarrierBytes = 1024;  // keeps the ring aligned for the 128-byte swizzle
+constexpr int kBandTiles = 8;        // token tiles that are walked together, for the cache
+constexpr int kStagedTokens = 32;    // that a warpgroup writes at a time
+constexpr int kStagedStride = kTileN + 4;
+constexpr int kPlainStagedTokens = 16;  // of float32
+
+enum class Mode { kRows, kBlocks, kShiftedBlocks };
+
+// Of one output and group: w = scale * (c - zero) + shift for the codes c, where 128 - zero is `lift` in every byte.
+struct alignas(16) Factor {
+  float scale, shift;
+  uint32_t lift, unused;
+};
+
+template <int kBits_, bool kFloat8_, Mode kMode_>
+struct Shape {
+  static constexpr int kBits = kBits_;
+  static constexpr bool kFloat8 = kFloat8_;
+  static constexpr Mode kMode = kMode_;
+  static_assert(!kFloat8 || kBits == 4);
+  static constexpr bool kRows = kMode == Mode::kRows;
+  static constexpr bool kShifted = kMode == Mode::kShiftedBlocks;
+  static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
+  static constexpr int kXBytes = kTokens * kStageK;
+  static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
+  static constexpr int kFactorsAt = kXBytes + kWarpgroups * kWeightBytes;
+  static constexpr int kTokensAt = kFactorsAt + (kRows ? 0 : kOutputs * static_cast<int>(sizeof(Factor)));
+  static constexpr int kTokenArrays = kRows ? 0 : kShifted ? 3 : 1;  // scale; sum, offset
+  static constexpr int kStageBytes = kTokensAt + kTokenArrays * kTokens * 4;
+  static constexpr int kGatherWarps = kRows ? 0 : 3;  // of the producer's: one of factors, two of tokens
+  static constexpr int kStagedBytes = kWarpgroups * kPlainStagedTokens * kStagedStride * 4;
+  static constexpr int kRowBytes = kRows ? kWarpgroups * 3 * kTokens * 4 : 0;  // scale, sum and offset of the tokens
+  static constexpr int kFit = ((227 << 10) - kBarrierBytes - kStagedBytes - kRowBytes) / kStageBytes;
+  static constexpr int kStages = kFit < 8 ? kFit : 8;
+  static constexpr int kStagedAt = kBarrierBytes + kStages * kStageBytes;
+  static constexpr int kRowsAt = kStagedAt + kStagedBytes;
+  static constexpr int kSharedBytes = kRowsAt + kRowBytes;
+  static_assert(kStageBytes % 1024 == 0 && kStages >= 4);
+  static_assert(kPlainStagedTokens * kStagedStride * 4 >= kStagedTokens * kTileN * 2);
+};
+
+struct Params {
+  QuantizedMatmulArgs args;
+  int token_tiles, row_tiles;  // row tiles: of kCluster * kOutputs outputs
+  int tiles;
+  int log2_group_stages;      // a group of the weights is 1 << this stages; -1: all
+  int log2_x_group_stages;    // the same of x
+  int log2_sum_group_stages;  // the smaller of both
+};
+
+__device__ __forceinline__ int group_of(int stage, int log2_stages) {
+  return log2_stages < 0 ? 0 : stage >> log2_stages;
+}
+
+template <typename S>
+__device__ __forceinline__ Factor factor_of(const MatmulArgs& args, int64_t batch, int64_t group, int64_t n) {
+  const int64_t at = group * args.n + n;
+  Factor factor{};
+  factor.scale = load_element(args.scales, batch * args.scales_batch_stride + at, args.scale_dtype);
+  float zero = static_cast<float>(bias_of(S::kBits)), shift = 0.f;
+  if (args.shift_mode != ShiftMode::kNone) {
+    shift = load_element(args.shift, batch * args.shift_batch_stride + at, args.shift_dtype);
+    if (S::kBits == 4 && args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8) {
+      zero = shift;
+      shift = 0.f;
+    } else if (args.shift_mode == ShiftMode::kZeros) {
+      shift = (zero - shift) * factor.scale;
+    } else {
+      shift = fmaf(zero, factor.scale, shift);
+    }
+  }
+  if (S::kFloat8) factor.scale *= 512.f;  // codes of weights count 2^-9
+  factor.shift = shift;
+  factor.lift = static_cast<uint32_t>(128 - static_cast<int>(zero)) * 0x01010101u;
+  return factor;
+}
+
+// A packed word's codes less their zero, as operands: for four bits those of both steps of 16 inputs.
+template <typename S>
+__device__ __forceinline__ void signed_bytes(uint32_t word, uint32_t lift, uint32_t& first, uint32_t& second) {
+  static_assert(S::kBits == 4);
+  const uint32_t low = word & 0x0f0f0f0fu, high = word >> 4 & 0x0f0f0f0fu;
+  uint32_t codes[2] = {__byte_perm(low, high, 0x6240), __byte_perm(low, high, 0x7351)};
+#pragma unroll
+  for (uint32_t& four : codes) {
+    four += lift;                // 128 + (code - zero): no byte overflows
+    if constexpr (S::kFloat8) {  // sign and magnitude
+      const uint32_t negative = ~four >> 7 & 0x01010101u;
+      four = ((four & 0x7f7f7f7fu) ^ negative * 0x7fu) + negative * 0x81u;
+    } else {
+      four ^= 0x80808080u;
+    }
+  }
+  first = codes[0];
+  second = codes[1];
+}
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads, 1)
+    quantized_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap x_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t shared[];
+  uint64_t* full = reinterpret_cast<uint64_t*>(shared);
+  uint64_t* empty = full + S::kStages;
+  uint8_t* const ring = shared + kBarrierBytes;
+
+  const QuantizedMatmulArgs& all = params.args;
+  const MatmulArgs& args = all.product;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // known to be uniform
+  const int lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % kCluster;
+  const int stages = static_cast<int>(ceil_div(args.k, kStageK));
+  const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
+  const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+
+  struct Tile {
+    int batch, m0, n0;
+  };
+  const auto tile_at = [&](int index) {
+    const int of_batch = params.token_tiles * params.row_tiles, at = index % of_batch;
+    const int band = at / (kBandTiles * params.row_tiles), in_band = at % (kBandTiles * params.row_tiles);
+    const int height = min(kBandTiles, params.token_tiles - band * kBandTiles);
+    Tile tile;
+    tile.batch = index / of_batch;
+    tile.m0 = (band * kBandTiles + in_band % height) * kTokens;
+    tile.n0 = (in_band / height * kCluster + rank) * kOutputs;
+    return tile;
+  };
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; ++i) {
+      ptx::barrier_init(full + i, 1 + S::kGatherWarps);
+      ptx::barrier_init(empty + i, kCluster * kWarpgroups * 4);
+    }
+    ptx::barrier_init_fence();
+  }
+  ptx::cluster_sync();  // the other CTA's copies and arrivals come to these barriers
+
+  int slot = 0;
+  uint32_t phase = 0;
+  const auto advance = [&] {
+    if (++slot == S::kStages) {
+      slot = 0;
+      phase ^= 1;
+    }
+  };
+
+  if (warp >= kWarpgroups * 4) {
+    ptx::lower_registers<kProducerRegisters>();
+    const int producer = warp - kWarpgroups * 4;
+    if (producer == 0) {
+      const int n_tiles = static_cast<int>(ceil_div(args.n, kTileN));
+      for (int index = cluster; index < params.tiles; index += clusters) {
+        const Tile tile = tile_at(index);
+        const uint32_t* words =
+            args.qw + tile.batch * args.qw_batch_stride + static_cast<int64_t>(tile.n0 / kTileN) * k_tiles * kTileWords;
+        const int strips = max(min(n_tiles - tile.n0 / kTileN, kWarpgroups), 0);
+        const int x_batch = args.x_batch_stride == 0 ? 0 : tile.batch;
+        for (int stage = 0; stage < stages; ++stage, advance()) {
+          ptx::barrier_wait(empty + slot, phase ^ 1);
+          if (!ptx::elect_one()) continue;
+          uint8_t* to = ring + slot * S::kStageBytes;
+          const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
+          ptx::barrier_expect(full + slot, S::kXBytes + strips * tile_bytes);
+          ptx::tensor_copy_3d_multicast(to + rank * (S::kXBytes / kCluster), &x_map, stage * kStageK,
+                                        tile.m0 + rank * (kTokens / kCluster), x_batch, full + slot,
+                                        (1 << kCluster) - 1);
+          for (int i = 0; i < strips; ++i) {
+            ptx::bulk_copy(to + S::kXBytes + i * S::kWeightBytes,
+                           words + (static_cast<int64_t>(i) * k_tiles + stage * S::kTiles) * kTileWords, tile_bytes,
+                           full + slot);
+          }
+        }
+      }
+    } else if constexpr (!S::kRows) {
+      // Factors of the outputs, or of the tokens: the next stage's are on their way while this one's wait for room.
+      for (int index = cluster; index < params.tiles; index += clusters) {
+        const Tile tile = tile_at(index);
+        if (producer == 1) {
+          Factor factors[kOutputs / 32];
+          const auto fetch = [&](int stage) {
+#pragma unroll
+            for (int i = 0; i < kOutputs / 32; ++i) {
+              factors[i] = factor_of<S>(args, tile.batch, group_of(stage, params.log2_group_stages),
+                                        min(int64_t{tile.n0} + lane + 32 * i, args.n - 1));
+            }
+          };
+          fetch(0);
+          for (int stage = 0; stage < stages; ++stage, advance()) {
+            ptx::barrier_wait(empty + slot, phase ^ 1);
+            Factor* to = reinterpret_cast<Factor*>(ring + slot * S::kStageBytes + S::kFactorsAt) + lane;
+#pragma unroll
+            for (int i = 0; i < kOutputs / 32; ++i) to[32 * i] = factors[i];
+            __syncwarp();
+            if (lane == 0) ptx::barrier_arrive(full + slot);
+            if (stage + 1 < stages) fetch(stage + 1);
+          }
+        } else {
+          constexpr int kEach = kTokens / 64;
+          const int first = (producer - 2) * (kTokens / 2) + lane;
+          float values[S::kTokenArrays][kEach];
+          const auto fetch = [&](int stage) {
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+              const int64_t m = min(int64_t{tile.m0} + first + 32 * i, args.m - 1);
+              const int64_t at = tile.batch * all.x_scales_batch_stride + m * all.x_groups +
+                                 group_of(stage, params.log2_x_group_stages);
+              values[0][i] = __ldg(all.x_scales + at);
+              if constexpr (S::kShifted) {
+                values[1][i] = values[2][i] = 0.f;
+                if (all.x_sums != nullptr) {
+                  const int64_t groups = max(all.x_groups, args.groups);
+                  const int64_t sum_at =
+                      tile.batch * all.x_sums_batch_stride + m * groups + group_of(stage, params.log2_sum_group_stages);
+                  values[1][i] = S::kFloat8 ? static_cast<const float*>(all.x_sums)[sum_at]
+                                            : static_cast<float>(static_cast<const int32_t*>(all.x_sums)[sum_at]);
+                  // Of a group of several stages each has its share: the last of them counts it.
+                  const bool last = params.log2_sum_group_stages < 0
+                                        ? stage + 1 == stages
+                                        : (stage + 1 & (1 << params.log2_sum_group_stages) - 1) == 0;
+                  if (!last) values[1][i] = 0.f;
+                }
+                if (all.x_offsets != nullptr) values[2][i] = __ldg(all.x_offsets + at);
+              }
+            }
+          };
+          fetch(0);
+          for (int stage = 0; stage < stages; ++stage, advance()) {
+            ptx::barrier_wait(empty + slot, phase ^ 1);
+            float* to = reinterpret_cast<float*>(ring + slot * S::kStageBytes + S::kTokensAt) + first;
+#pragma unroll
+            for (int array = 0; array < S::kTokenArrays; ++array) {
+#pragma unroll
+              for (int i = 0; i < kEach; ++i) to[array * kTokens + 32 * i] = values[array][i];
+            }
+            __syncwarp();
+            if (lane == 0) ptx::barrier_arrive(full + slot);
+            if (stage + 1 < stages) fetch(stage + 1);
+          }
+        }
+      }
+    }
+    __syncwarp();
+  } else {
+    ptx::raise_registers<kConsumerRegisters>();
+    const int warpgroup = warp / 4;
+    const int t = lane % 4;
+    const int row = warp % 4 * kAtomN + lane / 4;  // of the warpgroup's outputs, and row + 8
+    const int thread = threadIdx.x % 128;
+    const auto sync = [&] {
+      if (warpgroup == 0) {
+        ptx::warpgroup_sync<1>();
+      } else {
+        ptx::warpgroup_sync<2>();
+      }
+    };
+    float* const staged =
+        reinterpret_cast<float*>(shared + S::kStagedAt) + warpgroup * kPlainStagedTokens * kStagedStride;
+    float* const of_tokens = reinterpret_cast<float*>(shared + S::kRowsAt) + warpgroup * 3 * kTokens;  // kRows
+    const bool is_static = all.fused != nullptr;
+    const bool plain =
+        args.activation == Activation::kNone && args.y_dtype != DType::kF32 && !is_static && args.n % 8 == 0;
+    const bool sums_weights = all.x_offsets != nullptr;
+    const auto release = [&](int of) {  // to both producers, which fill this CTA's slot together
+      __syncwarp();
+      if (lane < kCluster) ptx::barrier_arrive_at_rank(empty + of, lane);
+    };
+
+    for (int index = cluster; index < params.tiles; index += clusters) {
+      const Tile tile = tile_at(index);
+      const int n0 = tile.n0 + warpgroup * kTileN;
+      const auto output = [&](int i) { return min(int64_t{n0} + row + 8 * i, args.n - 1); };
+      Factor factor[2];
+      int weight_sums[2] = {};  // of codes less their zeros: over this lane's inputs of a group
+      if constexpr (S::kRows) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) factor[i] = factor_of<S>(args, tile.batch, 0, output(i));
+#pragma unroll
+        for (int i = 0; i < kTokens / 128; ++i) {
+          const int64_t m = min(int64_t{tile.m0} + thread + 128 * i, args.m - 1);
+          const int64_t at = tile.batch * all.x_scales_batch_stride + m;
+          const int64_t sum_at = tile.batch * all.x_sums_batch_stride + m;
+          float sum = 0.f;
+          if (all.x_sums != nullptr) {
+            sum = S::kFloat8 ? static_cast<const float*>(all.x_sums)[sum_at]
+                             : static_cast<float>(static_cast<const int32_t*>(all.x_sums)[sum_at]);
+          }
+          of_tokens[thread + 128 * i] = is_static ? 1.f : all.x_scales[at];
+          of_tokens[kTokens + thread + 128 * i] = sum;
+          of_tokens[2 * kTokens + thread + 128 * i] = sums_weights ? all.x_offsets[at] : 0.f;
+        }
+      }
+
+      // Operands of 32 inputs of the stage at `slot`, which has landed.
+      const auto load_step = [&](int stage, int step, uint32_t (&to)[4]) {
+        const uint8_t* data = ring + slot * S::kStageBytes + S::kXBytes + warpgroup * S::kWeightBytes;
+        const int tile = S::kBits == 4 ? step / 2 : step;
+        const uint4* const vector = reinterpret_cast<const uint4*>(data + tile * kTileBytes) + warp % 4 * 32 + lane;
+        if constexpr (S::kBits == 4) {
+          const uint2 words = reinterpret_cast<const uint2*>(vector)[step % 2];
+          signed_bytes<S>(words.x, factor[0].lift, to[0], to[2]);
+          signed_bytes<S>(words.y, factor[1].lift, to[1], to[3]);
+        } else {
+          const uint4 words = *vector;
+          to[0] = words.x ^ 0x80808080u;
+          to[1] = words.y ^ 0x80808080u;
+          to[2] = words.z ^ 0x80808080u;
+          to[3] = words.w ^ 0x80808080u;
+        }
+        if (!S::kFloat8 && sums_weights && stage * S::kTiles + tile < k_tiles) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            weight_sums[i % 2] = __dp4a(static_cast<int>(to[i]), 0x01010101, weight_sums[i % 2]);
+          }
+        }
+      };
+      // Of the whole group, in all lanes that have its output.
+      const auto total_weights = [&](int i) {
+        int sum = weight_sums[i];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        return sum;
+      };
+
+      float acc[kTokens / 2];
+      int sums[kTokens / 2];  // exact, of int8 rows
+      if constexpr (S::kRows && !S::kFloat8) {
+        const auto multiply_half = [&](int half, const uint32_t (&with)[kSteps / 2][4], bool accumulate) {
+          const uint64_t x = ptx::wgmma_descriptor(ring + slot * S::kStageBytes);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kSteps / 2; ++i) {
+            ptx::WgmmaBytes<kTokens>::s8(sums, with[i], x + ((half * kSteps / 2 + i) * 32 >> 4), accumulate || i > 0);
+          }
+          ptx::wgmma_commit();
+        };
+        uint32_t first[kSteps / 2][4], second[kSteps / 2][4];
+        const auto prepare = [&](int stage) {
+          ptx::barrier_wait(full + slot, phase);
+#pragma unroll
+          for (int i = 0; i < kSteps / 2; ++i) load_step(stage, i, first[i]);
+        };
+        prepare(0);
+        int last_slot = 0;
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) {
+          multiply_half(0, first, stage > 0);
+          ptx::wgmma_wait<1>();
+          if (stage > 0) release(last_slot);
+#pragma unroll
+          for (int i = 0; i < kSteps / 2; ++i) load_step(stage, kSteps / 2 + i, second[i]);
+          multiply_half(1, second, true);
+          ptx::wgmma_wait<1>();
+          last_slot = slot;
+          advance();
+          if (stage + 1 < stages) prepare(stage + 1);
+        }
+        ptx::wgmma_wait<0>();
+        release(last_slot);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kTokens / 2; ++i) acc[i] = 0.f;
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) {
+          ptx::barrier_wait(full + slot, phase);
+          const uint8_t* const data = ring + slot * S::kStageBytes;
+          if constexpr (!S::kRows) {
+            const Factor* factors = reinterpret_cast<const Factor*>(data + S::kFactorsAt) + warpgroup * kTileN + row;
+            factor[0] = factors[0];
+            factor[1] = factors[8];
+          }
+          uint32_t codes[kSteps][4];
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) load_step(stage, i, codes[i]);
+          float of_weights[2] = {};  // sums of the weights of this stage
+          if constexpr (S::kShifted) {
+            if (sums_weights) {
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                of_weights[i] = fmaf(factor[i].scale, static_cast<float>(total_weights(i)),
+                                     factor[i].shift * static_cast<float>(kStageK));
+                weight_sums[i] = 0;
+              }
+            }
+          }
+          const uint64_t x = ptx::wgmma_descriptor(data);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            constexpr int kHalf = kTokens / 2;
+            std::conditional_t<S::kFloat8, float, int> part[kHalf / 2];
+            ptx::keep(part);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+              const uint64_t operand_x = x + ((half * kHalf * kStageK + i * 32) >> 4);
+              if constexpr (S::kFloat8) {
+                ptx::WgmmaBytes<kHalf>::e4m3(part, codes[i], operand_x, i > 0);
+              } else {
+                ptx::WgmmaBytes<kHalf>::s8(part, codes[i], operand_x, i > 0);
+              }
+            }
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            ptx::keep(part);
+            const float* const tokens =
+                reinterpret_cast<const float*>(data + S::kTokensAt) + half * kHalf + 2 * t;  // two of every eight
+#pragma unroll
+            for (int block = 0; block < kHalf / 8; ++block) {
+              float* const to = acc + half * (kHalf / 2) + 4 * block;
+              if constexpr (S::kRows) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) to[i] += part[4 * block + i];
+              } else {
+                const float2 scale = *reinterpret_cast<const float2*>(tokens + 8 * block);
+                float2 sum{}, offset{};
+                if constexpr (S::kShifted) {
+                  sum = *reinterpret_cast<const float2*>(tokens + kTokens + 8 * block);
+                  offset = *reinterpret_cast<const float2*>(tokens + 2 * kTokens + 8 * block);
+                }
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                  const float value = static_cast<float>(part[4 * block + i]);
+                  const float of_x = i % 2 == 0 ? scale.x : scale.y;
+                  if constexpr (S::kShifted) {
+                    const float shifted =
+                        fmaf(value, factor[i / 2].scale, factor[i / 2].shift * (i % 2 == 0 ? sum.x : sum.y));
+                    to[i] = fmaf(of_x, shifted, to[i]);
+                    to[i] = fmaf(i % 2 == 0 ? offset.x : offset.y, of_weights[i / 2], to[i]);
+                  } else {
+                    to[i] = fmaf(value * factor[i / 2].scale, of_x, to[i]);
+                  }
+                }
+              }
+            }
+          }
+          release(slot);
+          advance();
+        }
+      }
+
+      if (n0 >= args.n) continue;
+      float of_weights[2] = {};
+      int fused[2] = {};
+      if constexpr (S::kRows) {
+        if (sums_weights) {
+          // Padding is in whole tiles, and its codes are not the zero of all outputs.
+          const int padding = k_tiles * tile_k(S::kBits) - static_cast<int>(args.k);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int of_padding = bias_of(S::kBits) - 128 + static_cast<int>(factor[i].lift & 0xff);
+            const int sum = total_weights(i) - (S::kBits == 4 ? padding * of_padding : 0);
+            of_weights[i] =
+                fmaf(factor[i].scale, static_cast<float>(sum), factor[i].shift * static_cast<float>(args.k));
+          }
+        }
+        if (is_static) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) fused[i] = all.fused[output(i)];
+        }
+      }
+      // The values at `at` and after it, an output's of two neighbouring tokens.
+      const auto finished = [&](int at) {
+        if constexpr (!S::kRows) {
+          return make_float2(acc[at], acc[at + 1]);
+        } else {
+          const int i = at % 4 / 2;
+          const float* const token = of_tokens + at / 4 * 8 + 2 * t;
+          const float2 scale = *reinterpret_cast<const float2*>(token);
+          const float2 sum = *reinterpret_cast<const float2*>(token + kTokens);
+          const float2 offset = *reinterpret_cast<const float2*>(token + 2 * kTokens);
+          const auto value = [&](int index, float scale, float sum, float offset) {
+            const float of_codes = S::kFloat8 ? acc[index] : static_cast<float>(sums[index] + fused[i]);
+            return fmaf(offset, of_weights[i], scale * fmaf(of_codes, factor[i].scale, factor[i].shift * sum));
+          };
+          return make_float2(value(at, scale.x, sum.x, offset.x), value(at + 1, scale.y, sum.y, offset.y));
+        }
+      };
+
+      // Through shared memory, so that a token's outputs leave together.
+      float bias[2] = {};
+      if (plain && args.has_bias) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          bias[i] = load_element(args.bias, tile.batch * args.bias_batch_stride + output(i), args.bias_dtype);
+        }
+      }
+      if (plain) {
+        const bool f16 = args.y_dtype == DType::kF16;
+        uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [token][8 outputs], in an order without conflicts
+#pragma unroll
+        for (int part = 0; part < kTokens / kStagedTokens; ++part) {
+          const int m0 = tile.m0 + part * kStagedTokens;
+          if (m0 >= args.m) break;
+          sync();
+#pragma unroll
+          for (int pair = 0; pair < kStagedTokens / 16; ++pair) {
+            uint32_t matrices[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float2 two = finished(part * (kStagedTokens / 2) + pair * 8 + i * 2);
+              const float low = two.x + bias[i % 2], high = two.y + bias[i % 2];
+              matrices[i] = f16 ? pack_pair(from_float<__half>(low), from_float<__half>(high))
+                                : pack_pair(from_float<__nv_bfloat16>(low), from_float<__nv_bfloat16>(high));
+            }
+            const int token = pair * 16 + lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
+            ptx::store_matrices_transposed(chunks + token * 8 + (chunk ^ (token % 8)), matrices);
+          }
+          sync();
+#pragma unroll
+          for (int i = 0; i < kStagedTokens * 8 / 128; ++i) {
+            const int token = i * 16 + thread / 8, chunk = thread % 8;
+            const int n = n0 + chunk * 8;
+            if (m0 + token >= args.m || n >= args.n) continue;
+            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.y) +
+                                      (static_cast<int64_t>(tile.batch) * args.m + m0 + token) * args.n + n) =
+                chunks[token * 8 + (chunk ^ (token % 8))];
+          }
+        }
+      } else {
+#pragma unroll
+        for (int part = 0; part < kTokens / kPlainStagedTokens; ++part) {
+          const int m0 = tile.m0 + part * kPlainStagedTokens;
+          if (m0 >= args.m) break;
+          sync();
+#pragma unroll
+          for (int i = 0; i < kPlainStagedTokens / 2; i += 2) {
+            const float2 two = finished(part * (kPlainStagedTokens / 2) + i);
+            float* const to = staged + (i / 4 * 8 + 2 * t) * kStagedStride + row + i % 4 / 2 * 8;
+            to[0] = two.x;
+            to[kStagedStride] = two.y;
+          }
+          sync();
+#pragma unroll 1
+          for (int i = thread; i < kPlainStagedTokens * (kTileN / 4); i += 128) {
+            const int token = i / (kTileN / 4);
+            const int n = n0 + i % (kTileN / 4) * 4;
+            if (m0 + token >= args.m || n >= args.n) continue;
+            const float4 v = *reinterpret_cast<const float4*>(staged + token * kStagedStride + (n - n0));
+            const float value[4] = {v.x, v.y, v.z, v.w};
+            if (!is_static) {
+              finish4(args, tile.batch, m0 + token, n, value);
+              continue;
+            }
+            int8_t* const to =
+                static_cast<int8_t*>(args.y) + (static_cast<int64_t>(tile.batch) * args.m + m0 + token) * args.n + n;
+            for (int j = 0; j < 4 && n + j < args.n; ++j) {
+              const int rounded = __float2int_rn(fminf(fmaxf(value[j], -1024.f), 1024.f));
+              to[j] = static_cast<int8_t>(max(min(rounded + all.zero, all.high), all.low));
+            }
+          }
+        }
+      }
+    }
+  }
+  ptx::cluster_sync();  // the other CTA may still copy to here
+#else
+  __trap();
+#endif
+}
+
+// Stages of a group as a power of two; -1: all stages are one group.
+inline int log2_stages(int64_t k, int64_t groups) { return groups <= 1 ? -1 : k / groups == kStageK ? 0 : 1; }
+
+template <typename S>
+cudaError_t launch_shape(const QuantizedMatmulArgs& args, int multiprocessors, cudaStream_t stream) {
+  const MatmulArgs& product = args.product;
+  CUtensorMap map;
+  if (cudaError_t error = describe_codes(product, args.k_stride, kTokens / kCluster, &map); error != cudaSuccess) {
+    return error;
+  }
+  Params params{};
+  params.args = args;
+  params.token_tiles = static_cast<int>(ceil_div(product.m, kTokens));
+  params.row_tiles = static_cast<int>(ceil_div(product.n, kCluster * kOutputs));
+  params.tiles = static_cast<int>(product.batch * params.token_tiles * params.row_tiles);
+  params.log2_group_stages = log2_stages(product.k, product.groups);
+  params.log2_x_group_stages = log2_stages(product.k, args.x_groups);
+  params.log2_sum_group_stages =
+      log2_stages(product.k, args.x_groups > product.groups ? args.x_groups : product.groups);
+  const int clusters = multiprocessors / kCluster;
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(kCluster * (params.tiles < clusters ? params.tiles : clusters)));
+  shape.threads = kThreads;
+  shape.cluster = kCluster;
+  shape.shared_bytes = S::kSharedBytes;
+  return launch_kernel(quantized_matmul<S>, shape, stream, params, map);
+}
+
+template <int kBits, bool kFloat8>
+cudaError_t launch_codes(const QuantizedMatmulArgs& args, int multiprocessors, cudaStream_t stream) {
+  if (args.product.groups <= 1 && args.x_groups <= 1) {
+    return launch_shape<Shape<kBits, kFloat8, Mode::kRows>>(args, multiprocessors, stream);
+  }
+  return needs_sums(args.product) || args.x_offsets != nullptr
+             ? launch_shape<Shape<kBits, kFloat8, Mode::kShiftedBlocks>>(args, multiprocessors, stream)
+             : launch_shape<Shape<kBits, kFloat8, Mode::kBlocks>>(args, multiprocessors, stream);
+}
+
+}  // namespace wonly::quantized
