@@ -211,12 +211,13 @@ int check(int every) {
             CHECK(cudaMemcpy(exact.data(), rounded.data, count * 8, cudaMemcpyDeviceToHost));
             want.swap(exact);
             args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
-            for (int splits : {1, 2, 3})
-              for (int multiprocessors : {4, 12, device.multiprocessors}) {
-                if (splits > ceil_div(s.k, tiled::kStageInputs)) continue;
-                compare("tiled", splits, multiprocessors, 0, 0,
-                        [&] { return tiled::launch(args, {multiprocessors, splits}, nullptr); });
-              }
+            for (int tokens : {64, 128, 192, 256})
+              for (int splits : {1, 2, 3})
+                for (int multiprocessors : {4, 12, device.multiprocessors}) {
+                  if (splits > ceil_div(s.k, tiled::kStageInputs)) continue;
+                  compare("tiled", tokens, splits, multiprocessors, 0,
+                          [&] { return tiled::launch(args, {multiprocessors, tokens, splits}, nullptr); });
+                }
             want.swap(exact);
           }
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
@@ -341,14 +342,15 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
             report(0, tokens / 8, warpgroups, cluster, 1,
                    graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
           }
-      for (int splits = 1; splits <= 8; ++splits) {
-        if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 64) continue;
-        const tiled::Config config{device.multiprocessors, splits};
-        for (MatmulArgs& args : calls) args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
-        if (splits > k / tiled::kStageInputs || tiled::launch(calls[0], config, s) != cudaSuccess) continue;
-        report(-2, tiled::kTileTokens / 8, splits, tiled::kClusterCtas, 1,
-               graph_us(calls, [&](const MatmulArgs& args) { return tiled::launch(args, config, s); }, s));
-      }
+      for (int tokens : {128, 192, 256})
+        for (int splits = 1; splits <= 8; ++splits) {
+          if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 64) continue;
+          const tiled::Config config{device.multiprocessors, tokens, splits};
+          for (MatmulArgs& args : calls) args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
+          if (splits > k / tiled::kStageInputs || tiled::launch(calls[0], config, s) != cudaSuccess) continue;
+          report(-2, tokens / 8, splits, tiled::kClusterCtas, 1,
+                 graph_us(calls, [&](const MatmulArgs& args) { return tiled::launch(args, config, s); }, s));
+        }
       std::fflush(stdout);
     }
   }

@@ -81,7 +81,7 @@ def main() -> None:
             if strips == "-1":
                 name = f"decode: {tiles} parts, cluster {cluster}"
             elif strips == "-2":
-                name = f"tiled: {warps} splits"
+                name = f"tiled: {8 * int(tiles)} tokens, {warps} splits"
             elif strips == "0":
                 name = f"warpgroup: {8 * int(tiles)} tokens, {warps} warpgroups, cluster {cluster}"
             else:

@@ -68,10 +68,10 @@ def matmul_scratch(batch: int, m: int, n: int) -> int:
 
     As ``tiled::scratch_bytes`` in ``ffi/cuda/matmul_tiled.h`` for all tiles that clusters may share, at most 21 MB.
     """
-    tile = 256
-    if m <= tile // 2:
+    tile, least_tokens = 256, 128
+    if m <= least_tokens:
         return 0
-    tiles = batch * -(-m // tile) * -(-n // tile)
+    tiles = batch * -(-m // least_tokens) * -(-n // tile)
     return 1024 + min(7 * tiles, 80) * tile * tile
 
 

@@ -17,7 +17,8 @@ _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
 _WARPGROUP = 560e6  # operations per microsecond of the warpgroup kernel where arithmetic binds it
 _WARPGROUP_TOKENS = 128  # that share one pass over the weights
-_TILE = 256  # tokens and outputs of a tile of the tiled kernel
+_TILE_OUTPUTS = 256  # of the tiled kernel
+_TILED_COSTS = {256: 0.66, 192: 0.51, 128: 0.43}  # microseconds of a stage of 64 inputs, for tokens of a tile
 _STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 _STREAM_FLOAT32 = 1.1e6
 STREAM_TOKENS = 16
@@ -81,11 +82,14 @@ def _tiled(m: int, k: int, n: int, batch: int) -> float:
     """Microseconds of the tiled kernel: ``choose`` in ``ffi/cuda/matmul.cu``."""
     clusters = _gpu()[1] // 2
     stages = -(-k // 64)
-    waves, rest = divmod(batch * -(-m // _TILE) * -(-n // _TILE), clusters)
-    wave = stages * 0.66 + 2.5
-    splits = range(2, min(8, stages // 8, clusters // max(rest, 1)) + 1)
-    last = min([wave, *(wave / split + 8.7 + 2.1 * (split - 2) for split in splits)]) if rest else 0.0
-    return 3 + waves * wave + last
+    times = []
+    for tokens, stage in _TILED_COSTS.items():
+        waves, rest = divmod(batch * -(-m // tokens) * -(-n // _TILE_OUTPUTS), clusters)
+        wave = stages * stage + 2.5
+        splits = range(2, min(8, stages // 8, clusters // max(rest, 1)) + 1)
+        shared = (wave / split + tokens / 256 * (8.7 + 2.1 * (split - 2)) for split in splits)
+        times.append(3 + waves * wave + (min([wave, *shared]) if rest else 0.0))
+    return min(times)
 
 
 def kernel(

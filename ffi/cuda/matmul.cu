@@ -94,32 +94,42 @@ float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* co
   return least;
 }
 
-// The tiled kernel, in the same units: a stage of 64 inputs while all multiprocessors work, what a wave and the kernel
-// add, and what it takes to hand sums over.
-constexpr float kTiledStage = 0.66f, kTiledWave = 2.5f, kTiledStart = 3.f, kTiledSplit = 8.7f, kTiledMoreSplits = 2.1f;
+// The tiled kernel, in the same units: a stage of 64 inputs of a tile while all multiprocessors work, what a wave and
+// the kernel add, and what it takes to hand the sums of the largest tile over.
+struct TiledCost {
+  int tokens;
+  float stage;
+};
+constexpr TiledCost kTiledCosts[] = {{256, 0.66f}, {192, 0.51f}, {128, 0.43f}};
+constexpr float kTiledWave = 2.5f, kTiledStart = 3.f, kTiledSplit = 8.7f, kTiledMoreSplits = 2.1f;
 // Fewer tokens keep the exact products of the other kernels.
 constexpr int64_t kTiledTokens = 129;
 constexpr int kTiledMostSplits = 8, kTiledLeastStages = 8;  // of a cluster
 
 float choose(const MatmulArgs& args, const Device& device, tiled::Config* config) {
-  const int64_t tiles = args.batch * ceil_div(args.m, tiled::kTileTokens) * ceil_div(args.n, tiled::kTileOutputs);
-  const int64_t clusters = device.multiprocessors / tiled::kClusterCtas, rest = tiles % clusters;
+  const int64_t clusters = device.multiprocessors / tiled::kClusterCtas;
   const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
-  const float wave = static_cast<float>(stages) * kTiledStage + kTiledWave;
   float least = 0.f;
-  for (int splits = 1; splits <= kTiledMostSplits; ++splits) {
-    if (splits > 1 && (rest == 0 || rest * splits > clusters || stages < splits * kTiledLeastStages ||
-                       tiled::scratch_bytes(rest, splits) > args.scratch_bytes)) {
-      break;
-    }
-    float last = rest == 0 ? 0.f : wave;
-    if (splits > 1) {
-      last = wave / static_cast<float>(splits) + kTiledSplit + static_cast<float>(splits - 2) * kTiledMoreSplits;
-    }
-    const float us = kTiledStart + static_cast<float>(tiles / clusters) * wave + last;
-    if (least == 0.f || us < least) {
-      least = us;
-      *config = {device.multiprocessors, splits};
+  for (const TiledCost& cost : kTiledCosts) {
+    const int64_t tiles = args.batch * ceil_div(args.m, cost.tokens) * ceil_div(args.n, tiled::kTileOutputs);
+    const int64_t rest = tiles % clusters;
+    const float wave = static_cast<float>(stages) * cost.stage + kTiledWave;
+    for (int splits = 1; splits <= kTiledMostSplits; ++splits) {
+      if (splits > 1 && (rest == 0 || rest * splits > clusters || stages < splits * kTiledLeastStages ||
+                         tiled::scratch_bytes(rest, splits) > args.scratch_bytes)) {
+        break;
+      }
+      float last = rest == 0 ? 0.f : wave;
+      if (splits > 1) {
+        const float sums = static_cast<float>(cost.tokens) / tiled::kTileTokens;
+        last = wave / static_cast<float>(splits) +
+               sums * (kTiledSplit + static_cast<float>(splits - 2) * kTiledMoreSplits);
+      }
+      const float us = kTiledStart + static_cast<float>(tiles / clusters) * wave + last;
+      if (least == 0.f || us < least) {
+        least = us;
+        *config = {device.multiprocessors, cost.tokens, splits};
+      }
     }
   }
   return least;

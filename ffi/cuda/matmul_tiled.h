@@ -5,12 +5,13 @@
 
 namespace wonly::tiled {
 
-// What one cluster computes at a time.
+// The most that one cluster computes at a time.
 constexpr int kTileTokens = 256, kTileOutputs = 256, kClusterCtas = 2;
 constexpr int kStageInputs = 64;
 
 struct Config {
   int multiprocessors;  // to spread over
+  int tokens;           // of a tile: at most kTileTokens, a multiple of 64
   int splits;           // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
 };
 

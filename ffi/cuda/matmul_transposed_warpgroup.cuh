@@ -21,8 +21,8 @@
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_transposed.h"
-#include "cuda/ptx_sm90_shared.cuh"
 #include "cuda/tensor_map.h"
+#include "cuda/wgmma.cuh"
 #include "dequant/convert.h"
 #include "layout.h"
 

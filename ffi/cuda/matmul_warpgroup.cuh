@@ -22,6 +22,7 @@
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/tensor_map.h"
+#include "cuda/wgmma.cuh"
 #include "dequant/convert.h"
 #include "layout.h"
 

@@ -8,7 +8,8 @@ namespace wonly::ragged_tiled {
 
 constexpr int kTileRows = 256;  // of the plan that `launch` takes
 
-// 16-bit activations in rows that the tensor copy engine can fetch.
+// 16-bit activations in rows that the tensor copy engine can fetch; scales, zeros and offsets of their type or float32
+// (zeros also uint8).
 bool supports(const MatmulArgs& args);
 
 // The rows of args.x are in the plan's order.

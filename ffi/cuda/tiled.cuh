@@ -1,0 +1,513 @@
+// Products of hundreds of tokens and more on Hopper, bound by the tensor cores: wgmma with the weights as the register
+// operand, straight from the packed format.
+//
+// Two CTAs of a cluster compute neighbouring blocks of 128 outputs for the same rows of activations. One producer warp
+// of each keeps a ring of stages of 64 inputs full: its own packed weights, and half of the activations for both. Two
+// warpgroups of 64 outputs turn their codes into weights of the activations' type (rounded once, as a dequantized
+// weight is) while the tensor cores work on the stage before. CTAs stay and walk over the tiles. Sums are in float32.
+//
+// Which rows and weights make a tile is the business of a `Source` (matmul_tiled.cuh, ragged_tiled.cuh):
+//   struct Params                         what the host gives it
+//   kFloat32Scales                        whether scales and shifts may be float32
+//   kMostSharedBytes                      of its own shared memory, which begins at `shared`
+//   Source(params, args, shared)          all threads of the CTA
+//   int64_t count()                       tiles that this cluster walks over
+//   Tile tile(i)                          one warp
+//   gather(tile, ..., sums)               adds what others summed for the tile; false where another finishes it
+//   int64_t row(tile, i)                  where row i of a tile is in the result
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "cuda/element.cuh"
+#include "cuda/epilogue.cuh"
+#include "cuda/launch.h"
+#include "cuda/matmul_tiled.h"
+#include "cuda/matmul_warpgroup.cuh"
+#include "cuda/ptx_sm90.cuh"
+#include "cuda/tensor_map.h"
+#include "cuda/wgmma.cuh"
+#include "dequant/convert.h"
+#include "layout.h"
+
+namespace wonly::tiled {
+
+constexpr int kStageK = kStageInputs;
+constexpr int kSteps = kStageK / 16;
+constexpr int kTileRows = kTileTokens;
+constexpr int kWarpgroups = 2;                  // that multiply, 64 outputs each
+constexpr int kOutputs = kWarpgroups * kTileN;  // of a CTA
+constexpr int kCluster = kClusterCtas;
+static_assert(kCluster * kOutputs == kTileOutputs);
+constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kBarrierBytes = 1024;          // keeps the ring aligned for the 128-byte swizzle
+constexpr int kAffineWarps = kOutputs / 64;  // of the producer's, two outputs per lane
+constexpr int kBandTiles = 8;                // tiles of rows that are walked together, for the cache
+constexpr int kBoxRows = 32;                 // of the tensor copy engine
+constexpr int kStagedRows = 32;              // that a warpgroup writes at a time
+constexpr int kStagedStride = kTileN + 4;    // floats of a row, so that no two lanes share a bank
+
+// Rows of activations and the cluster's outputs, to be summed over stages first_stage .. end_stage - 1.
+struct Tile {
+  int64_t n0;   // of this CTA
+  int weights;  // index of the batch entry or expert; negative: rows whose result is zero
+  int first;    // row of the activations
+  int rows;
+  int first_stage, end_stage;
+  int rest, split;  // of a tile that several clusters share
+};
+
+// Where tile `index` of a matrix of tiles lies: rows of tiles that are walked together share their activations' cache
+// lines, and their weights are read by all before they leave the cache.
+struct Place {
+  int row, column;
+};
+__device__ __forceinline__ Place place_of(int index, int rows, int columns) {
+  const int band = index / (kBandTiles * columns), in_band = index % (kBandTiles * columns);
+  const int height = min(kBandTiles, rows - band * kBandTiles);
+  return {band * kBandTiles + in_band % height, in_band / height};
+}
+
+// What turns the codes of one output and group into weights: code * scale + offset where the codes' zero is a power of
+// two (or offsets are given, which are the same), else (code - zero) * scale. Each in both halves of a register.
+struct alignas(16) Affine {
+  uint32_t scale, scale_of_odd;  // of even and odd pairs of int4, whose masked codes count 16 times as much
+  uint32_t offset, minus_zero;
+};
+
+template <typename Source_, typename X_, int kBits_, bool kZeros_>
+struct Shape {
+  using Source = Source_;
+  using X = X_;
+  static constexpr int kBits = kBits_;
+  static constexpr bool kZeros = kZeros_;
+  static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
+  static constexpr int kXBytes = kTileRows * kStageK * 2;
+  static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
+  static constexpr int kAffineAt = kXBytes + kWarpgroups * kWeightBytes;
+  static constexpr int kStageBytes = kAffineAt + 2 * kOutputs * static_cast<int>(sizeof(Affine));
+  static constexpr int kStagedBytes = kWarpgroups * kStagedRows * kStagedStride * 4;
+  static constexpr int kFit = ((227 << 10) - kBarrierBytes - kStagedBytes - Source::kMostSharedBytes) / kStageBytes;
+  static constexpr int kStages = kFit < 8 ? kFit : 8;
+  static constexpr int kStagedAt = kBarrierBytes + kStages * kStageBytes;
+  static constexpr int kSourceAt = kStagedAt + kStagedBytes;
+  static_assert(kStageBytes % 1024 == 0 && kStages >= 4);
+};
+
+template <typename Source>
+struct Params {
+  MatmulArgs args;
+  typename Source::Params source;
+  int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
+};
+
+// The type of an array of shifts that is not there.
+struct NoShift {
+  __device__ operator float() const { return 0.f; }
+};
+
+// bf16: a masked code is the number code * 2^-133 (convert.h). Without zeros the scale makes it a weight in one step,
+// in units of 2^-64, which the sum gives back. With zeros the first step counts units of 2^-6. fp16 has no exponents to
+// spare, but mantissa enough to count codes from 1024.
+template <typename S>
+struct Convert {
+  using X = typename S::X;
+  static constexpr bool kBf16 = std::is_same_v<X, __nv_bfloat16>;
+  static constexpr bool kOneStep = kBf16 && !S::kZeros;
+  static constexpr float kUnit = kOneStep ? 0x1p-64f : 1.f;  // of the weights
+  static constexpr float kCodeUnit = !kBf16 ? 1.f : S::kZeros ? 0x1p-6f : 1.f;
+  static constexpr uint32_t kFactor = 0x7f007f00u, kFactorOfOdd = 0x7d007d00u;  // 2^127, 2^123
+
+  __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) { return warpgroup::Convert<X>::fma(a, b, c); }
+  __device__ static uint32_t pair(float value) {
+    const X rounded = from_float<X>(value);
+    return pack_pair(rounded, rounded);
+  }
+  // Without zeros `shift` is an offset, if it is anything.
+  template <typename Shift>
+  __device__ static Affine affine(float scale, Shift shift) {
+    constexpr bool kOffsets = !S::kZeros && !std::is_same_v<Shift, NoShift>;
+    const float zero = S::kZeros ? to_float(shift) : static_cast<float>(bias_of(S::kBits));
+    const float offset = kOffsets ? to_float(shift) : -zero * scale;
+    Affine to;
+    if constexpr (kOneStep) {
+      to.scale = pair(scale * 0x1p+69f);
+      to.scale_of_odd = pair(scale * 0x1p+65f);
+      to.offset = pair(offset * kUnit);
+      to.minus_zero = 0;
+    } else {
+      to.scale = to.scale_of_odd = pair(scale / kCodeUnit);
+      to.offset = pair(S::kZeros ? 0.f : offset);
+      to.minus_zero = pair(-zero * kCodeUnit);
+    }
+    return to;
+  }
+
+  // The codes of a word as weights, pairs of neighbouring inputs: 4 of them for int4, 2 for int8.
+  __device__ static void weights(uint32_t word, const Affine& affine, uint32_t (&out)[16 / S::kBits]) {
+    if constexpr (kBf16 && S::kBits == 4) {
+      uint4_to_subnormal(word, out);
+    } else if constexpr (kBf16) {
+      uint8_to_subnormal(word, out);
+    } else if constexpr (S::kBits == 4) {
+      uint4_to_f16(word, out);
+    } else {
+      uint8_to_f16(word, out);
+    }
+#pragma unroll
+    for (int i = 0; i < 16 / S::kBits; ++i) {
+      const bool odd = kBf16 && S::kBits == 4 && i % 2 == 1;
+      if constexpr (S::kZeros) {
+        out[i] = fma(out[i], !kBf16 ? 0x3c003c00u : odd ? kFactorOfOdd : kFactor, affine.minus_zero);
+      }
+      out[i] = fma(out[i], odd ? affine.scale_of_odd : affine.scale, affine.offset);
+    }
+  }
+};
+
+template <typename S>
+__global__ void __launch_bounds__(kThreads, 1)
+    tiled_matmul(const __grid_constant__ Params<typename S::Source> params, const __grid_constant__ CUtensorMap x_map) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using X = typename S::X;
+  using C = Convert<S>;
+  using Source = typename S::Source;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  uint64_t* full = reinterpret_cast<uint64_t*>(shared);
+  uint64_t* empty = full + S::kStages;
+  uint8_t* const ring = shared + kBarrierBytes;
+
+  const MatmulArgs& args = params.args;
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // known to be uniform
+  const int lane = threadIdx.x % 32;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::kStages; ++i) {
+      ptx::barrier_init(full + i, 1 + kAffineWarps);
+      ptx::barrier_init(empty + i, kCluster * kWarpgroups * 4);
+    }
+    ptx::barrier_init_fence();
+  }
+  const int rank = blockIdx.x % kCluster;
+  const Source source(params.source, args, shared + S::kSourceAt);
+  ptx::cluster_sync();  // the other CTA's copies and arrivals come to these barriers
+  const int64_t count = source.count();
+  const auto columns_of = [](int rows) { return rows <= 64 ? 64 : rows <= 128 ? 128 : rows <= 192 ? 192 : kTileRows; };
+  warpgroup::RingPosition<S::kStages> at;
+
+  if (warp >= kWarpgroups * 4) {
+    ptx::lower_registers<kProducerRegisters>();
+    if (warp == kWarpgroups * 4) {
+      const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
+      const int64_t n_tiles = ceil_div(args.n, kTileN);
+      for (int64_t index = 0; index < count; ++index) {
+        const Tile tile = source.tile(index);
+        if (tile.weights < 0) continue;
+        const int columns = columns_of(tile.rows), x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
+        const uint32_t* words = args.qw + tile.weights * args.qw_batch_stride + tile.n0 / kTileN * k_tiles * kTileWords;
+        const int strips = static_cast<int>(max(min(n_tiles - tile.n0 / kTileN, int64_t{kWarpgroups}), int64_t{0}));
+        for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, at.advance()) {
+          ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
+          if (!ptx::elect_one()) continue;
+          uint8_t* to = ring + at.slot * S::kStageBytes;
+          const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
+          ptx::barrier_expect(full + at.slot, columns * kStageK * 2 + strips * tile_bytes);
+          for (int row = rank * (columns / kCluster); row < (rank + 1) * (columns / kCluster); row += kBoxRows) {
+            ptx::tensor_copy_3d_multicast(to + row * kStageK * 2, &x_map, stage * kStageK, tile.first + row, x_batch,
+                                          full + at.slot, (1 << kCluster) - 1);
+          }
+          for (int i = 0; i < strips; ++i) {
+            ptx::bulk_copy(to + S::kXBytes + i * S::kWeightBytes,
+                           words + (static_cast<int64_t>(i) * k_tiles + stage * S::kTiles) * kTileWords, tile_bytes,
+                           full + at.slot);
+          }
+        }
+      }
+    } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
+      const int first = (warp - kWarpgroups * 4 - 1) * 64 + lane;
+      const int sets = params.log2_group_blocks == 0 ? 2 : 1, groups = static_cast<int>(args.groups);
+      // Factors are made once for a group. Scales and shifts of the next stage are on their way from memory while those
+      // of this one are used. The types are known to the compiler: every instruction of these lone warps counts.
+      const auto make_factors = [&](auto scale_of, auto shift_of) {
+        using Scale = decltype(scale_of);
+        using Shift = decltype(shift_of);
+        constexpr bool kShift = !std::is_same_v<Shift, NoShift>;
+        for (int64_t index = 0; index < count; ++index) {
+          const Tile tile = source.tile(index);
+          if (tile.weights < 0) continue;
+          int next = params.log2_group_blocks < 0 ? 0 : 2 * tile.first_stage >> params.log2_group_blocks;
+          const Scale* scales[2];
+          const Shift* shifts[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int64_t at = next * args.n + min(tile.n0 + first + 32 * i, args.n - 1);
+            scales[i] = static_cast<const Scale*>(args.scales) + tile.weights * args.scales_batch_stride + at;
+            if constexpr (kShift) {
+              shifts[i] = static_cast<const Shift*>(args.shift) + tile.weights * args.shift_batch_stride + at;
+            }
+          }
+          Scale scale[2][2];
+          Shift shift[2][2];
+          const auto fetch = [&] {
+            if (next >= groups) return;
+#pragma unroll
+            for (int set = 0; set < 2; ++set) {
+              if (set >= sets) break;
+              const int64_t from = set == 1 && next + 1 < groups ? args.n : 0;
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                scale[set][i] = scales[i][from];
+                if constexpr (kShift) shift[set][i] = shifts[i][from];
+              }
+            }
+            next += sets;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              scales[i] += sets * args.n;
+              if constexpr (kShift) shifts[i] += sets * args.n;
+            }
+          };
+          fetch();
+          Affine affine[2];
+          for (int stage = tile.first_stage, made = -1; stage < tile.end_stage; ++stage, at.advance()) {
+            ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
+            Affine* to = reinterpret_cast<Affine*>(ring + at.slot * S::kStageBytes + S::kAffineAt) + first;
+            const int group = params.log2_group_blocks < 0 ? 0 : 2 * stage >> params.log2_group_blocks;
+#pragma unroll
+            for (int set = 0; set < 2; ++set) {
+              if (set >= sets) break;
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                if (group != made) affine[i] = C::affine(to_float(scale[set][i]), shift[set][i]);
+                to[set * kOutputs + 32 * i] = affine[i];
+              }
+            }
+            if (group != made) fetch();
+            made = group;
+            __syncwarp();
+            if (lane == 0) ptx::barrier_arrive(full + at.slot);
+          }
+        }
+      };
+      const auto with_shift = [&](auto scale) {
+        if constexpr (S::kZeros) {
+          if (args.shift_dtype == DType::kU8) return make_factors(scale, uint8_t{});
+        } else {
+          if (args.shift_mode == ShiftMode::kNone) return make_factors(scale, NoShift{});
+        }
+        if constexpr (Source::kFloat32Scales) {
+          if (args.shift_dtype == DType::kF32) return make_factors(scale, float{});
+        }
+        make_factors(scale, X{});
+      };
+      if (Source::kFloat32Scales && args.scale_dtype == DType::kF32) {
+        with_shift(std::conditional_t<Source::kFloat32Scales, float, X>{});
+      } else {
+        with_shift(X{});
+      }
+    }
+    __syncwarp();
+  } else {
+    ptx::raise_registers<kConsumerRegisters>();
+    const int warpgroup = warp / 4;
+    const int row = warp % 4 * kAtomN + lane / 4;  // of the warpgroup's outputs, and row + 8
+    const int thread = threadIdx.x % 128;
+    const auto sync = [&] {
+      if (warpgroup == 0) {
+        ptx::warpgroup_sync<1>();
+      } else {
+        ptx::warpgroup_sync<2>();
+      }
+    };
+    float* const staged = reinterpret_cast<float*>(shared + S::kStagedAt) + warpgroup * kStagedRows * kStagedStride;
+    const bool plain = args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
+    const bool small_groups = params.log2_group_blocks == 0;  // two of them in a stage
+
+    const auto run = [&](const Tile& tile, auto columns) {
+      constexpr int kColumns = columns.value;
+      const int64_t n0 = tile.n0 + warpgroup * kTileN;
+      float acc[kColumns / 2] = {};
+      Affine affine[2][2];  // of the halves of a stage, and of the outputs row and row + 8
+      // Codes of a stage, which has landed: one vector of each of its packed tiles.
+      uint4 words[S::kTiles];
+      // Half a stage's weights as A operands.
+      const auto convert_half = [&](int half, uint32_t (&to)[kSteps / 2][4]) {
+#pragma unroll
+        for (int part = 0; part < S::kTiles; ++part) {  // of 32 inputs for int4, 16 for int8
+          const uint4& four = words[S::kBits == 4 ? 0 : half];
+          const bool upper = S::kBits == 4 ? half == 1 : part == 1;
+          uint32_t low[16 / S::kBits], high[16 / S::kBits];
+          C::weights(upper ? four.z : four.x, affine[half][0], low);
+          C::weights(upper ? four.w : four.y, affine[half][1], high);
+#pragma unroll
+          for (int i = 0; i < 16 / S::kBits; ++i) {
+            to[part + i / 2][i % 2 * 2] = low[i];
+            to[part + i / 2][i % 2 * 2 + 1] = high[i];
+          }
+        }
+      };
+      const auto multiply_half = [&](int half, const uint32_t (&with)[kSteps / 2][4]) {
+        const uint64_t x = ptx::wgmma_descriptor(ring + at.slot * S::kStageBytes);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kSteps / 2; ++i) {
+          const uint64_t operand_x = x + ((half * kSteps / 2 + i) * 32 >> 4);
+          if constexpr (C::kBf16) {
+            ptx::Wgmma<kColumns>::bf16(acc, with[i], operand_x, true);
+          } else {
+            ptx::Wgmma<kColumns>::f16(acc, with[i], operand_x, true);
+          }
+        }
+        ptx::wgmma_commit();
+      };
+      const auto release = [&](int slot) {  // to both producers, which fill this CTA's slot together
+        __syncwarp();
+        if (lane < kCluster) ptx::barrier_arrive_at_rank(empty + slot, lane);
+      };
+      // All that is needed to convert the codes of the stage that comes next.
+      const auto prepare = [&] {
+        ptx::barrier_wait(full + at.slot, at.phase);
+        const uint8_t* const data = ring + at.slot * S::kStageBytes;
+#pragma unroll
+        for (int i = 0; i < S::kTiles; ++i) {
+          words[i] = reinterpret_cast<const uint4*>(data + S::kXBytes + warpgroup * S::kWeightBytes +
+                                                    i * kTileBytes)[warp % 4 * 32 + lane];
+        }
+        const Affine* factors = reinterpret_cast<const Affine*>(data + S::kAffineAt) + warpgroup * kTileN + row;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            affine[half][i] = half == 0 || small_groups ? factors[half * kOutputs + 8 * i] : affine[0][i];
+          }
+        }
+      };
+
+      prepare();
+      int last_slot = 0;
+#pragma unroll 1
+      for (int stage = tile.first_stage; stage < tile.end_stage; ++stage) {
+        uint32_t first[kSteps / 2][4], second[kSteps / 2][4];
+        convert_half(0, first);
+        multiply_half(0, first);
+        ptx::wgmma_wait<1>();
+        if (stage > tile.first_stage) release(last_slot);
+        convert_half(1, second);
+        multiply_half(1, second);
+        last_slot = at.slot;
+        at.advance();
+        if (stage + 1 < tile.end_stage) prepare();
+        ptx::wgmma_wait<1>();
+      }
+      ptx::wgmma_wait<0>();
+      release(last_slot);
+
+      if (n0 >= args.n || !source.gather(tile, warpgroup, sync, acc)) return;
+      // Through shared memory, so that a row's outputs leave together.
+      float bias[2] = {};
+      if (plain && args.has_bias) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          bias[i] = load_element(args.bias, tile.weights * args.bias_batch_stride + min(n0 + row + 8 * i, args.n - 1),
+                                 args.bias_dtype);
+        }
+      }
+      constexpr int kParts = kColumns / kStagedRows;
+      if (plain) {
+        uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const int base = part * kStagedRows;
+          if (base >= tile.rows) break;
+          sync();
+#pragma unroll
+          for (int pair = 0; pair < kStagedRows / 16; ++pair) {
+            uint32_t matrices[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const float* two = acc + part * (kStagedRows / 2) + pair * 8 + i * 2;
+              matrices[i] = pack_pair(from_float<X>(fmaf(two[0], 1.f / C::kUnit, bias[i % 2])),
+                                      from_float<X>(fmaf(two[1], 1.f / C::kUnit, bias[i % 2])));
+            }
+            const int token = pair * 16 + lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
+            ptx::store_matrices_transposed(chunks + token * 8 + (chunk ^ (token % 8)), matrices);
+          }
+          sync();
+#pragma unroll
+          for (int i = 0; i < kStagedRows * 8 / 128; ++i) {
+            const int token = i * 16 + thread / 8, chunk = thread % 8;
+            const int64_t n = n0 + chunk * 8;
+            if (base + token >= tile.rows || n >= args.n) continue;
+            X* const to = static_cast<X*>(args.y) + (tile.weights * args.m + source.row(tile, base + token)) * args.n;
+            *reinterpret_cast<uint4*>(to + n) = chunks[token * 8 + (chunk ^ (token % 8))];
+          }
+        }
+        return;
+      }
+#pragma unroll 1
+      for (int base = 0; base < tile.rows; base += kStagedRows) {
+        sync();
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          if (part * kStagedRows != base) continue;
+#pragma unroll
+          for (int i = 0; i < kStagedRows / 2; ++i) {
+            staged[(i / 4 * 8 + lane % 4 * 2 + i % 2) * kStagedStride + row + i % 4 / 2 * 8] =
+                acc[part * (kStagedRows / 2) + i] * (1.f / C::kUnit);
+          }
+        }
+        sync();
+#pragma unroll 1
+        for (int i = thread; i < min(kStagedRows, tile.rows - base) * (kTileN / 4); i += 128) {
+          const int token = i / (kTileN / 4), quad = i % (kTileN / 4);
+          if (n0 + quad * 4 >= args.n) continue;
+          const float4 v = *reinterpret_cast<const float4*>(staged + token * kStagedStride + quad * 4);
+          finish4(args, tile.weights, source.row(tile, base + token), n0 + quad * 4, {v.x, v.y, v.z, v.w});
+        }
+      }
+    };
+
+    for (int64_t index = 0; index < count; ++index) {
+      const Tile tile = source.tile(index);
+      if (tile.weights < 0) {
+        const int outputs = static_cast<int>(max(min(int64_t{kOutputs}, args.n - tile.n0), int64_t{0}));
+        for (int i = 0; i < tile.rows; ++i) {
+          const int64_t to = source.row(tile, i) * args.n + tile.n0;
+          if (static_cast<int>(threadIdx.x) < outputs) store_element(args.y, to + threadIdx.x, 0.f, args.y_dtype);
+        }
+        continue;
+      }
+      if (columns_of(tile.rows) == 64) {
+        run(tile, std::integral_constant<int, 64>{});
+      } else if (columns_of(tile.rows) == 128) {
+        run(tile, std::integral_constant<int, 128>{});
+      } else if (columns_of(tile.rows) == 192) {
+        run(tile, std::integral_constant<int, 192>{});
+      } else {
+        run(tile, std::integral_constant<int, kTileRows>{});
+      }
+    }
+  }
+  ptx::cluster_sync();  // the other CTA may still copy to here
+#else
+  __trap();
+#endif
+}
+
+// Calls `launch` with a null pointer to the kernel's shape for `args`, whose activations are of type X.
+template <typename Source, typename X, typename Launch>
+cudaError_t with_shape(const MatmulArgs& args, Launch&& launch) {
+  const bool zeros = args.shift_mode == ShiftMode::kZeros;
+  if (args.bits == 4) {
+    return zeros ? launch(static_cast<Shape<Source, X, 4, true>*>(nullptr))
+                 : launch(static_cast<Shape<Source, X, 4, false>*>(nullptr));
+  }
+  return zeros ? launch(static_cast<Shape<Source, X, 8, true>*>(nullptr))
+               : launch(static_cast<Shape<Source, X, 8, false>*>(nullptr));
+}
+
+}  // namespace wonly::tiled

@@ -1,0 +1,105 @@
+// wgmma of sm_90a with 16-bit operands and float32 sums, in every number of columns that the kernels use.
+#pragma once
+
+#include "cuda/ptx_sm90.cuh"
+
+namespace wonly::ptx {
+
+// d[64 x kN] = a[64 x 16] b[16 x kN] (+ d where `accumulate`) over a warpgroup, b in shared memory as wgmma_descriptor
+// says: rows of the 16 numbers that are summed over. Warp w's fragments of an a in registers are those of mma.m16n8k16
+// for rows 16w.., its d a row of kN / 8 such accumulators.
+template <int kN>
+struct Wgmma;
+// The same with a in shared memory, as b.
+template <int kN>
+struct WgmmaShared;
+
+// The first so many operands of an instruction, which are d, and what they are bound to from d[i] on.
+// clang-format off
+#define WONLY_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WONLY_D16 WONLY_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WONLY_D32 WONLY_D16 \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WONLY_D64 WONLY_D32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WONLY_D96 WONLY_D64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WONLY_D128 WONLY_D96 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WONLY_OF8(i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WONLY_OF16(i) WONLY_OF8(i), WONLY_OF8(i + 8)
+#define WONLY_OF32(i) WONLY_OF16(i), WONLY_OF16(i + 16)
+#define WONLY_OF64(i) WONLY_OF32(i), WONLY_OF32(i + 32)
+#define WONLY_OF96(i) WONLY_OF64(i), WONLY_OF32(i + 64)
+#define WONLY_OF128(i) WONLY_OF64(i), WONLY_OF64(i + 64)
+// clang-format on
+
+// One function for numbers of type T; the operands after d have the numbers a0 .. accumulate_.
+#define WONLY_WGMMA(T, kN, kSums, a0, a1, a2, a3, b_, accumulate_)                                                  \
+  __device__ __forceinline__ static void T(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_                                                  \
+                 ", 0;\n"                                                                                           \
+                 "wgmma.mma_async.sync.aligned.m64n" #kN "k16.f32." #T "." #T " {" WONLY_D##kSums                   \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_ ", p, 1, 1, 0;\n}\n"                          \
+                 : WONLY_OF##kSums(0)                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                            \
+  }
+#define WONLY_WGMMA_SHARED(T, kN, kSums, a_, b_, accumulate_)                                           \
+  __device__ __forceinline__ static void T(float (&d)[kSums], uint64_t a, uint64_t b, int accumulate) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_                                      \
+                 ", 0;\n"                                                                               \
+                 "wgmma.mma_async.sync.aligned.m64n" #kN "k16.f32." #T "." #T " {" WONLY_D##kSums       \
+                 "}, %" #a_ ", %" #b_ ", p, 1, 1, 0, 0;\n}\n"                                           \
+                 : WONLY_OF##kSums(0)                                                                   \
+                 : "l"(a), "l"(b), "r"(accumulate));                                                    \
+  }
+
+template <>
+struct Wgmma<16> {
+  WONLY_WGMMA(bf16, 16, 8, 8, 9, 10, 11, 12, 13)
+  WONLY_WGMMA(f16, 16, 8, 8, 9, 10, 11, 12, 13)
+};
+template <>
+struct Wgmma<32> {
+  WONLY_WGMMA(bf16, 32, 16, 16, 17, 18, 19, 20, 21)
+  WONLY_WGMMA(f16, 32, 16, 16, 17, 18, 19, 20, 21)
+};
+template <>
+struct Wgmma<64> {
+  WONLY_WGMMA(bf16, 64, 32, 32, 33, 34, 35, 36, 37)
+  WONLY_WGMMA(f16, 64, 32, 32, 33, 34, 35, 36, 37)
+};
+template <>
+struct Wgmma<128> {
+  WONLY_WGMMA(bf16, 128, 64, 64, 65, 66, 67, 68, 69)
+  WONLY_WGMMA(f16, 128, 64, 64, 65, 66, 67, 68, 69)
+};
+template <>
+struct Wgmma<192> {
+  WONLY_WGMMA(bf16, 192, 96, 96, 97, 98, 99, 100, 101)
+  WONLY_WGMMA(f16, 192, 96, 96, 97, 98, 99, 100, 101)
+};
+template <>
+struct Wgmma<256> {
+  WONLY_WGMMA(bf16, 256, 128, 128, 129, 130, 131, 132, 133)
+  WONLY_WGMMA(f16, 256, 128, 128, 129, 130, 131, 132, 133)
+};
+template <>
+struct WgmmaShared<128> {
+  WONLY_WGMMA_SHARED(bf16, 128, 64, 64, 65, 66)
+  WONLY_WGMMA_SHARED(f16, 128, 64, 64, 65, 66)
+};
+template <>
+struct WgmmaShared<256> {
+  WONLY_WGMMA_SHARED(bf16, 256, 128, 128, 129, 130)
+  WONLY_WGMMA_SHARED(f16, 256, 128, 128, 129, 130)
+};
+
+#undef WONLY_WGMMA
+#undef WONLY_WGMMA_SHARED
+
+}  // namespace wonly::ptx
