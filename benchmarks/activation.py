@@ -10,6 +10,7 @@ language models have them.
 """
 
 import argparse
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((4096, 4096), (8192, 8192), (4096, 14336), (14336, 4096))  # K x N
-TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (512, 1024, 4096)
 FLOAT8 = "float8_e4m3fn"
 # Bits and groups of the weights, codes and groups of the activations.
 SCHEMES: tuple[tuple[int, int | None, str, int | None], ...] = (
@@ -153,6 +154,10 @@ def accuracy() -> list[dict[str, Any]]:
     return rows
 
 
+def identity(row: dict[str, Any]) -> tuple:
+    return tuple(row.get(name) for name in ("op", "scheme", "group_size", "codes", "x_group_size", "k", "n", "m"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     suites = ("speed", "quantize", "accuracy")
@@ -161,7 +166,8 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=15, help="calls in a turn (default: %(default)s)")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="the first so many (default: all)")
+    parser.add_argument("--k", type=int, nargs="+", help="of the shapes to measure (default: all)")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="M (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON files (default: %(default)s)")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
@@ -173,8 +179,13 @@ def main() -> None:
         if "quantize" in args.suite:
             rows += quantize(args.rounds, args.calls)
         if "speed" in args.suite:
-            rows += speed(args.rounds, args.calls, SHAPES[: args.shapes], args.tokens)
-        save(args.output / "h100-activation.json", rows, args.commit)
+            shapes = [shape for shape in SHAPES if args.k is None or shape[0] in args.k]
+            rows += speed(args.rounds, args.calls, shapes, args.tokens)
+        path = args.output / "h100-activation.json"
+        if args.append and path.is_file():
+            measured = {identity(row) for row in rows}
+            rows = [row for row in json.loads(path.read_text())["rows"] if identity(row) not in measured] + rows
+        save(path, rows, args.commit)
     if "accuracy" in args.suite:
         found = accuracy()
         save(args.output / "activation-accuracy.json", found, args.commit, inputs=4096, outputs=512, rows_of_x=64)

@@ -32,8 +32,9 @@ _MMA_TOKENS = 8  # that one tile of the streaming kernel holds
 # Rows up to which the streaming kernel of the transposed product is expected to be at least as fast.
 _TRANSPOSED_TOKENS = 64
 _TRANSPOSED_TOKENS_FLOAT32 = 256
-# Rows from which on tiles of 256 quantized ones are at least as fast.
-_QUANTIZED_TOKENS = 128
+# Microseconds of 128 inputs of a tile of quantized activations, with one scale for a row or with blocks.
+_QUANTIZED_ROWS = 0.66
+_QUANTIZED_BLOCKS = 0.9
 
 
 @functools.cache
@@ -46,7 +47,7 @@ def _gpu() -> tuple[str, int]:
     return str(getattr(device, "compute_capability", "9.0")), getattr(device, "core_count", _MULTIPROCESSORS)
 
 
-def _has_warpgroups() -> bool:
+def has_warpgroups() -> bool:
     """Whether the GPU here is of the architecture that the warpgroup and decode kernels need."""
     return _gpu()[0] == "9.0"
 
@@ -55,14 +56,14 @@ def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMod
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     exact = shift_mode == ShiftMode.NONE or (shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8)
     aligned = k % 8 == 0 and n * jnp.dtype(scale_dtype).itemsize % 16 == 0
-    return _has_warpgroups() and exact and aligned and jnp.dtype(x_dtype).itemsize == 2
+    return has_warpgroups() and exact and aligned and jnp.dtype(x_dtype).itemsize == 2
 
 
 def _tiled_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``tiled::supports`` in ``ffi/cuda/matmul_tiled.cu``, which has the last word."""
     same = jnp.dtype(x_dtype).itemsize == 2 and scale_dtype == x_dtype
     return (
-        _has_warpgroups()
+        has_warpgroups()
         and k % 8 == 0
         and same
         and (shift_mode == ShiftMode.NONE or shift_dtype in (jnp.uint8, x_dtype))
@@ -110,7 +111,7 @@ def kernel(
     As ``launch_matmul`` in ``ffi/cuda/matmul.cu``, which has the last word; here for where there is no GPU.
     """
     if (
-        _has_warpgroups()
+        has_warpgroups()
         and shift_mode != ShiftMode.TABLE
         and m <= _DECODE_TOKENS
         and (groups == 1 or k // groups >= 128)
@@ -163,7 +164,7 @@ def use_kernel(
 def transposed_kernel(m, n: int, x_dtype) -> str:
     """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``m`` rows."""
     many = not isinstance(m, int) or m > _TRANSPOSED_TOKENS
-    if many and n % 8 == 0 and _has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2:
+    if many and n % 8 == 0 and has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2:
         return "matmul_transposed_warpgroup"
     return "matmul_transposed_stream"
 
@@ -177,6 +178,24 @@ def use_transposed_kernel(m, n: int, x_dtype, *, forced: bool = False) -> bool:
     return m <= (_TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS)
 
 
-def use_quantized_kernel(m, *, forced: bool = False) -> bool:
-    """Whether ``m`` rows of quantized activations meet the weights' codes, or are dequantized first."""
-    return _has_warpgroups() and (forced or not isinstance(m, int) or m > _QUANTIZED_TOKENS)
+def use_quantized_kernel(
+    m: int,
+    k: int,
+    n: int,
+    batch: int,
+    bits: int,
+    scale_dtype,
+    shift_mode: ShiftMode,
+    shift_dtype=None,
+    *,
+    blocks: bool,
+    forced: bool = False,
+) -> bool:
+    """Whether quantized activations meet the codes of the weights, or are dequantized for a 16-bit product."""
+    if not has_warpgroups() or m == 0:
+        return False
+    if forced or not isinstance(m, int):
+        return True
+    waves = -(-batch * -(-m // _TILE) * -(-n // _TILE) // (_gpu()[1] // 2))
+    us = 3 + waves * (-(-k // 128) * (_QUANTIZED_BLOCKS if blocks else _QUANTIZED_ROWS) + 2.5)
+    return us < min(estimate(m, k, n, batch, bits, scale_dtype, scale_dtype, shift_mode, shift_dtype))

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_wonly import _abi, _ffi
+from jax_wonly import _abi, _cuda_dispatch, _ffi, static
+from jax_wonly._activation import quantize_activation
 from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._explain import explain
 from jax_wonly._format import bias_of, pack, unpack
@@ -26,6 +27,7 @@ from jax_wonly.primitives import quantize as definition
 
 _DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _UNITS = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+_SCHEMES = (("int8", True), ("int8", False), ("float8_e4m3fn", True))  # of activations, and whether symmetric
 CONVERSIONS = "wonly_selftest_conversions_v1"
 
 
@@ -289,6 +291,75 @@ def _dequantize(rng, platform: str) -> Iterator[Case]:
         yield Case(_scheme_text(bits, size, mode, dtype).replace("x ", "w "), call, (weight.qt,), check)
 
 
+def _quantize_activation(rng, platform: str) -> Iterator[Case]:
+    shapes = itertools.cycle(((3, 70, None), (5, 512, 128), (2, 20000, None), (4, 96, 32)))
+    for (codes, symmetric), dtype in itertools.product(_SCHEMES, _DTYPES):
+        m, k, size = next(shapes)
+        x = _x(rng, (m, k), dtype)
+        options: dict[str, Any] = {"dtype": codes, "symmetric": symmetric, "group_size": size}
+        with jax.default_device(_host()):
+            expected = quantize_activation(x, implementation="xla", **options)
+
+        def check(found, scales, *_, expected=expected):
+            same = np.array_equal(found.view(np.int8), np.asarray(expected.qvalue).view(np.int8))
+            return 0.0 if same and np.array_equal(scales, np.asarray(expected.scales)) else np.inf
+
+        def call(x, options=options):
+            return tuple(quantize_activation(x, implementation=platform, **options).arrays)
+
+        yield Case(f"[{m}, {k}], {codes}, group {size or 'all'}, x {dtype}", call, (x,), check)
+
+
+def _quantized_matmul(rng, platform: str) -> Iterator[Case]:
+    if not _cuda_dispatch.has_warpgroups():
+        return
+    sizes = itertools.cycle(((None, None), (128, 128), (None, 128)))
+    for (codes, symmetric), mode, bits in itertools.product(_SCHEMES, MODES, (4, 8)):
+        if bits == 8 and codes != "int8":
+            continue
+        x_size, size = next(sizes)
+        m, k, n = 130, 256, 72
+        weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype="bfloat16")
+        with jax.default_device(_host()):
+            xq = quantize_activation(
+                _x(rng, (m, k), "bfloat16"), dtype=codes, symmetric=symmetric, group_size=x_size, implementation="xla"
+            )
+            x64 = np.asarray(xq.dequantize("float32")).astype(np.float64)
+
+        def check(y, x64=x64, weight=weight, exact_sums=codes == "int8"):
+            dense, magnitude = weight.dense()
+            exact = x64 @ dense
+            bound = _product_bound(x64, dense, magnitude, exact, "bfloat16")
+            if not exact_sums:  # the tensor cores keep sums of float8 products to 13 bits or so
+                bound = bound + 2.0**-11 * (np.abs(x64) @ magnitude)
+            return _ratio(np.abs(y.astype(np.float64) - exact), bound)
+
+        def product(xq, qt):
+            return matmul(xq, qt, implementation=platform)
+
+        what = f"[{m}, {k}] {codes}, group {x_size or 'all'}, {_scheme_text(bits, size, mode, 'bfloat16')}"
+        yield Case(what, product, (jax.tree.map(np.asarray, xq), weight.qt), check)
+
+
+def _static_matmul(rng, platform: str) -> Iterator[Case]:
+    if not _cuda_dispatch.has_warpgroups():
+        return
+    for bits, (m, k) in itertools.product((4, 8), ((5, 77), (260, 512))):
+        weight = _Weight(rng, k, 72, bits=bits, group_size=None, mode="symmetric", scale_dtype="float32")
+        layer = static.prepare(weight.qt, static.Scale(0.02, 3), static.Scale(0.02 * k**0.5, -5))
+        q = rng.integers(-128, 128, (m, k)).astype(np.int8)
+
+        def check(y, q=q, weight=weight, layer=layer, bits=bits):
+            sums = q.astype(np.int64) @ (weight.codes.astype(np.int64) - bias_of(bits)) + np.asarray(layer.fused)
+            rounded = np.rint(sums.astype(np.float32) * np.asarray(layer.multiplier)) + layer.output.zero
+            return 0.0 if np.array_equal(y, np.clip(rounded, layer.low, layer.high)) else np.inf
+
+        def product(q, layer):
+            return static.matmul(q, layer, implementation=platform)
+
+        yield Case(f"[{m}, {k}], int{bits}", product, (q, layer), check)
+
+
 def _conversions(rng, platform: str) -> Iterator[Case]:
     """The fast conversions of codes: every half word, in both halves."""
     half = np.arange(2**16, dtype=np.uint32)
@@ -325,6 +396,9 @@ CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
     _abi.RAGGED_MATMUL_TRANSPOSED: lambda rng, platform: _ragged(rng, platform, True),
     _abi.QUANTIZE: _quantize,
     _abi.DEQUANTIZE: _dequantize,
+    _abi.QUANTIZE_ACTIVATION: _quantize_activation,
+    _abi.QUANTIZED_MATMUL: _quantized_matmul,
+    _abi.STATIC_MATMUL: _static_matmul,
     CONVERSIONS: _conversions,
 }
 

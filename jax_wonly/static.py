@@ -395,12 +395,8 @@ def _evaluate(q, qw, multiplier, fused, *, bits, zero, low, high, implementation
     from jax_wonly import _cuda_dispatch
 
     m, k = q.shape
-    if (
-        platform != "cuda"
-        or (isinstance(m, int) and m == 0)
-        or not _ffi.use_native(implementation, platform)
-        or not _cuda_dispatch.use_quantized_kernel(m, forced=True)
-    ):
+    native = _ffi.use_native(implementation, platform) and platform == "cuda" and _cuda_dispatch.has_warpgroups()
+    if m == 0 or not native:
         return _reference(q, qw, multiplier, fused, bits=bits, zero=zero, low=low, high=high)
     result = jax.ShapeDtypeStruct((m, multiplier.shape[0]), jnp.int8)
     attributes = {"k": k, "bits": bits, "zero": zero, "low": low, "high": high}

@@ -207,6 +207,7 @@ def test_errors():
             TypeError,
             lambda: jw.matmul(jw.quantize_activation(x), jw.PermutedTensor(qt, jnp.arange(128))),
         ),
+        ("lowered for 'cpu'", ValueError, lambda: jw.quantize_activation(x, implementation="cuda")),
         ("the K of the weights", ValueError, lambda: jw.matmul(jw.quantize_activation(x[:, :64]), qt)),
     ):
         with pytest.raises(kind, match=message):

@@ -13,7 +13,7 @@ def choose(m, k=8192, n=8192, x=jnp.bfloat16, mode=ShiftMode.NONE, shift=None):
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["warpgroups", "no warpgroups"])
 def warpgroups(request, monkeypatch):
-    monkeypatch.setattr(_cuda_dispatch, "_has_warpgroups", lambda: request.param)
+    monkeypatch.setattr(_cuda_dispatch, "has_warpgroups", lambda: request.param)
     return request.param
 
 
@@ -49,3 +49,15 @@ def test_transposed(monkeypatch, warpgroups, x):
     assert _cuda_dispatch.use_transposed_kernel(8192, 8193, x, forced=True)
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
     assert not _cuda_dispatch.use_transposed_kernel(1, 8192, x, forced=True)
+
+
+def test_quantized(warpgroups):
+    """Codes meet codes where there are enough rows to fill the tiles."""
+
+    def use(m, k=8192, n=8192, **options):
+        options = {"blocks": False} | options
+        return _cuda_dispatch.use_quantized_kernel(m, k, n, 1, 8, jnp.bfloat16, ShiftMode.NONE, **options)
+
+    assert use(1024) == use(4096) == use(4096, blocks=True) == use(1, forced=True) == warpgroups
+    assert not use(1) and not use(16) and not use(0, forced=True)
+    assert not use(256, 4096, 1024)

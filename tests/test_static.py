@@ -86,6 +86,7 @@ def test_errors(rng):
         ("NaN or Inf", ValueError, lambda: jw.static.calibrate(jnp.array([jnp.nan]))),
         ("q has dtype int32", TypeError, lambda: jw.static.matmul(q.astype(jnp.int32), layer)),
         (r"q has shape \(2, 63\)", ValueError, lambda: jw.static.matmul(q[:, 1:], layer)),
+        ("lowered for 'cpu'", ValueError, lambda: jw.static.matmul(q, layer, implementation="cuda")),
         ("layer is a int", TypeError, lambda: jw.static.matmul(q, 3)),
         ("scale is a float", TypeError, lambda: jw.static.quantize(w, 1.0)),
         ("qt is a", TypeError, lambda: jw.static.prepare(w, scale, scale)),

@@ -152,15 +152,26 @@ def has_kernel(a: Activations, qw, scales, *rest, p, platform: str) -> bool:
     def whole_stages(groups: int) -> bool:
         return groups == 1 or p.k // groups in (128, 256)
 
-    shape = (a.codes.shape[0], qw.shape[0], m, scales.shape[-1])
+    x_groups, groups, n = a.scales.shape[-1], *scales.shape[-2:]
     return (
         _ffi.use_native(p.implementation, platform)
-        and _cuda_dispatch.use_quantized_kernel(m, forced=p.implementation == "cuda")
-        and all(size != 0 for size in shape if isinstance(size, int))
-        and whole_stages(a.scales.shape[-1])
-        and whole_stages(scales.shape[-2])
-        and (a.codes.dtype != jnp.int8 or p.k <= 1 << 16)
-        and (a.codes.dtype == jnp.int8 or p.bits == 4)
+        and n != 0
+        and 0 not in (a.codes.shape[0], qw.shape[0])
+        and whole_stages(x_groups)
+        and whole_stages(groups)
+        and (p.k <= 1 << 16 if a.codes.dtype == jnp.int8 else p.bits == 4)
+        and _cuda_dispatch.use_quantized_kernel(
+            m,
+            p.k,
+            n,
+            qw.shape[0],
+            p.bits,
+            scales.dtype,
+            p.shift_mode,
+            rest[0].dtype if p.shift_mode != ShiftMode.NONE else None,
+            blocks=groups > 1 or x_groups > 1,
+            forced=p.implementation == "cuda",
+        )
     )
 
 
@@ -208,7 +219,7 @@ def _results(x, scheme: Scheme):
 
 
 def _evaluate(x, *, scheme: Scheme, implementation, platform):
-    if platform != "cuda" or 0 in x.shape or not _ffi.use_native(implementation, platform):
+    if not _ffi.use_native(implementation, platform) or platform != "cuda" or 0 in x.shape:
         return reference(x, scheme=scheme)
     results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in _results(x, scheme)]
     return jax.ffi.ffi_call(_abi.QUANTIZE_ACTIVATION, results)(x)
