@@ -32,7 +32,8 @@ _MMA_TOKENS = 8  # that one tile of the streaming kernel holds
 # Rows up to which the streaming kernel of the transposed product is expected to be at least as fast.
 _TRANSPOSED_TOKENS = 64
 _TRANSPOSED_TOKENS_FLOAT32 = 256
-# Microseconds of 128 inputs of a tile of quantized activations, with one scale for a row or with blocks.
+# Tokens of a tile of quantized activations, and microseconds of 128 inputs, with one scale for a row or with blocks.
+_QUANTIZED_TOKENS = 256
 _QUANTIZED_ROWS = 0.66
 _QUANTIZED_BLOCKS = 0.9
 
@@ -196,6 +197,6 @@ def use_quantized_kernel(
         return False
     if forced or not isinstance(m, int):
         return True
-    waves = -(-batch * -(-m // _TILE) * -(-n // _TILE) // (_gpu()[1] // 2))
+    waves = -(-batch * -(-m // _QUANTIZED_TOKENS) * -(-n // _TILE_OUTPUTS) // (_gpu()[1] // 2))
     us = 3 + waves * (-(-k // 128) * (_QUANTIZED_BLOCKS if blocks else _QUANTIZED_ROWS) + 2.5)
     return us < min(estimate(m, k, n, batch, bits, scale_dtype, scale_dtype, shift_mode, shift_dtype))
