@@ -11,6 +11,7 @@ language models have them.
 
 import argparse
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,7 @@ def facts(k, n, m, bits, group_size, codes, x_group):
     }
 
 
-def speed(rounds: int, calls: int, shapes, tokens) -> list[dict[str, Any]]:
-    rows = []
+def speed(rounds: int, calls: int, shapes, tokens) -> Iterator[dict[str, Any]]:
     for k, n in progress(shapes, label="products"):
         dense = [normal(i, (k, n), k**-0.5) for i in range(copies_of(2 * k * n))]
         weights = {}
@@ -85,7 +85,7 @@ def speed(rounds: int, calls: int, shapes, tokens) -> list[dict[str, Any]]:
                     both.measure(calls)
                     product.measure(calls)
             for row, both, product in contenders:
-                rows.append(
+                yield (
                     {"op": "matmul"}
                     | row
                     | {
@@ -98,7 +98,6 @@ def speed(rounds: int, calls: int, shapes, tokens) -> list[dict[str, Any]]:
                         "kernel": both.kernel,
                     }
                 )
-    return rows
 
 
 def quantize(rounds: int, calls: int) -> list[dict[str, Any]]:
@@ -173,19 +172,20 @@ def main() -> None:
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
     args = parser.parse_args()
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     if {"speed", "quantize"} & set(args.suite):
         require_gpu("activation.py")
-        if "quantize" in args.suite:
-            rows += quantize(args.rounds, args.calls)
-        if "speed" in args.suite:
-            shapes = [shape for shape in SHAPES if args.k is None or shape[0] in args.k]
-            rows += speed(args.rounds, args.calls, shapes, args.tokens)
         path = args.output / "h100-activation.json"
-        if args.append and path.is_file():
-            measured = {identity(row) for row in rows}
-            rows = [row for row in json.loads(path.read_text())["rows"] if identity(row) not in measured] + rows
-        save(path, rows, args.commit)
+        old = json.loads(path.read_text())["rows"] if args.append and path.is_file() else []
+        shapes = [shape for shape in SHAPES if args.k is None or shape[0] in args.k]
+        for suite, measured in (
+            ("quantize", lambda: quantize(args.rounds, args.calls)),
+            ("speed", lambda: speed(args.rounds, args.calls, shapes, args.tokens)),
+        ):
+            for row in measured() if suite in args.suite else ():
+                rows.append(row)
+                old = [other for other in old if identity(other) != identity(row)]
+                save(path, [*old, *rows], args.commit)
     if "accuracy" in args.suite:
         found = accuracy()
         save(args.output / "activation-accuracy.json", found, args.commit, inputs=4096, outputs=512, rows_of_x=64)

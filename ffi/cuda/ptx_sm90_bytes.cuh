@@ -18,6 +18,16 @@ __device__ __forceinline__ void keep(T (&registers)[kCount]) {
   }
 }
 
+// A barrier of `kThreads` threads, of which some wait and others go on.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_arrive() {
+  asm volatile("bar.arrive %0, %1;\n" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // d[64 x kN] = a[64 x 32] b[32 x kN] (+ d where `accumulate`) over a warpgroup, in int32 of signed integers or float32
 // of e4m3: warp w's fragments are those of mma.m16n8k32 for rows 16w.., and b lies as wgmma_descriptor says, in rows of
 // 128 bytes.

@@ -53,7 +53,9 @@ struct Shape {
   static constexpr Mode kMode = kMode_;
   static_assert(!kFloat8 || kBits == 4);
   static constexpr bool kRows = kMode == Mode::kRows;
+  static constexpr bool kExact = kRows && !kFloat8;  // sums are integers to the end
   static constexpr bool kShifted = kMode == Mode::kShiftedBlocks;
+  static constexpr int kStepWords = kBits / 2;            // of 32 inputs, for a lane's two outputs
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
   static constexpr int kXBytes = kTokens * kStageK;
   static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
@@ -86,28 +88,47 @@ __device__ __forceinline__ int group_of(int stage, int log2_stages) {
   return log2_stages < 0 ? 0 : stage >> log2_stages;
 }
 
-template <typename S>
-__device__ __forceinline__ Factor factor_of(const MatmulArgs& args, int64_t batch, int64_t group, int64_t n) {
-  const int64_t at = group * args.n + n;
-  Factor factor{};
-  factor.scale = load_element(args.scales, batch * args.scales_batch_stride + at, args.scale_dtype);
-  float zero = static_cast<float>(bias_of(S::kBits)), shift = 0.f;
-  if (args.shift_mode != ShiftMode::kNone) {
-    shift = load_element(args.shift, batch * args.shift_batch_stride + at, args.shift_dtype);
-    if (S::kBits == 4 && args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8) {
-      zero = shift;
-      shift = 0.f;
-    } else if (args.shift_mode == ShiftMode::kZeros) {
-      shift = (zero - shift) * factor.scale;
-    } else {
-      shift = fmaf(zero, factor.scale, shift);
+// A scale and a shift as they lie in memory, loaded now and read later.
+struct RawFactor {
+  uint32_t scale, shift;
+
+  __device__ __forceinline__ void load(const MatmulArgs& args, int64_t batch, int64_t group, int64_t n) {
+    const auto bits = [&](const void* array, int64_t at, DType type) -> uint32_t {
+      switch (element_size(type)) {
+        case 4:
+          return static_cast<const uint32_t*>(array)[at];
+        case 2:
+          return static_cast<const uint16_t*>(array)[at];
+        default:
+          return static_cast<const uint8_t*>(array)[at];
+      }
+    };
+    const int64_t at = group * args.n + n;
+    scale = bits(args.scales, batch * args.scales_batch_stride + at, args.scale_dtype);
+    shift = 0;
+    if (args.shift_mode != ShiftMode::kNone) {
+      shift = bits(args.shift, batch * args.shift_batch_stride + at, args.shift_dtype);
     }
   }
-  if (S::kFloat8) factor.scale *= 512.f;  // codes of weights count 2^-9
-  factor.shift = shift;
-  factor.lift = static_cast<uint32_t>(128 - static_cast<int>(zero)) * 0x01010101u;
-  return factor;
-}
+
+  template <typename S>
+  __device__ __forceinline__ Factor factor(const MatmulArgs& args) const {
+    Factor to{};
+    to.scale = load_element(&scale, 0, args.scale_dtype);
+    const float value = load_element(&shift, 0, args.shift_dtype);
+    float zero = static_cast<float>(bias_of(S::kBits));
+    if (S::kBits == 4 && args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8) {
+      zero = value;
+    } else if (args.shift_mode == ShiftMode::kZeros) {
+      to.shift = (zero - value) * to.scale;
+    } else if (args.shift_mode == ShiftMode::kOffsets) {
+      to.shift = fmaf(zero, to.scale, value);
+    }
+    if (S::kFloat8) to.scale *= 512.f;  // codes of weights count 2^-9
+    to.lift = static_cast<uint32_t>(128 - static_cast<int>(zero)) * 0x01010101u;
+    return to;
+  }
+};
 
 // A packed word's codes less their zero, as operands: for four bits those of both steps of 16 inputs.
 template <typename S>
@@ -211,12 +232,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int index = cluster; index < params.tiles; index += clusters) {
         const Tile tile = tile_at(index);
         if (producer == 1) {
-          Factor factors[kOutputs / 32];
+          RawFactor factors[kOutputs / 32];
           const auto fetch = [&](int stage) {
 #pragma unroll
             for (int i = 0; i < kOutputs / 32; ++i) {
-              factors[i] = factor_of<S>(args, tile.batch, group_of(stage, params.log2_group_stages),
-                                        min(int64_t{tile.n0} + lane + 32 * i, args.n - 1));
+              factors[i].load(args, tile.batch, group_of(stage, params.log2_group_stages),
+                              min(int64_t{tile.n0} + lane + 32 * i, args.n - 1));
             }
           };
           fetch(0);
@@ -224,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             ptx::barrier_wait(empty + slot, phase ^ 1);
             Factor* to = reinterpret_cast<Factor*>(ring + slot * S::kStageBytes + S::kFactorsAt) + lane;
 #pragma unroll
-            for (int i = 0; i < kOutputs / 32; ++i) to[32 * i] = factors[i];
+            for (int i = 0; i < kOutputs / 32; ++i) to[32 * i] = factors[i].template factor<S>(args);
             __syncwarp();
             if (lane == 0) ptx::barrier_arrive(full + slot);
             if (stage + 1 < stages) fetch(stage + 1);
@@ -295,6 +316,21 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool plain =
         args.activation == Activation::kNone && args.y_dtype != DType::kF32 && !is_static && args.n % 8 == 0;
     const bool sums_weights = all.x_offsets != nullptr;
+    const auto my_turn = [&] {
+      if (warpgroup == 0) {
+        ptx::named_sync<3, 256>();
+      } else {
+        ptx::named_sync<4, 256>();
+      }
+    };
+    const auto your_turn = [&] {
+      if (warpgroup == 0) {
+        ptx::named_arrive<4, 256>();
+      } else {
+        ptx::named_arrive<3, 256>();
+      }
+    };
+    if ((!S::kRows || S::kFloat8) && warpgroup == 1) your_turn();  // the first has the first
     const auto release = [&](int of) {  // to both producers, which fill this CTA's slot together
       __syncwarp();
       if (lane < kCluster) ptx::barrier_arrive_at_rank(empty + of, lane);
@@ -304,11 +340,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Tile tile = tile_at(index);
       const int n0 = tile.n0 + warpgroup * kTileN;
       const auto output = [&](int i) { return min(int64_t{n0} + row + 8 * i, args.n - 1); };
-      Factor factor[2];
+      Factor factor[2] = {};
       int weight_sums[2] = {};  // of codes less their zeros: over this lane's inputs of a group
       if constexpr (S::kRows) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) factor[i] = factor_of<S>(args, tile.batch, 0, output(i));
+        for (int i = 0; i < 2; ++i) {
+          RawFactor raw;
+          raw.load(args, tile.batch, 0, output(i));
+          factor[i] = raw.template factor<S>(args);
+        }
 #pragma unroll
         for (int i = 0; i < kTokens / 128; ++i) {
           const int64_t m = min(int64_t{tile.m0} + thread + 128 * i, args.m - 1);
@@ -325,23 +365,33 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
 
-      // Operands of 32 inputs of the stage at `slot`, which has landed.
-      const auto load_step = [&](int stage, int step, uint32_t (&to)[4]) {
+      // Packed words of 32 inputs of the stage at `slot`, which has landed.
+      const auto load_step = [&](int step, uint32_t (&words)[S::kStepWords]) {
         const uint8_t* data = ring + slot * S::kStageBytes + S::kXBytes + warpgroup * S::kWeightBytes;
         const int tile = S::kBits == 4 ? step / 2 : step;
         const uint4* const vector = reinterpret_cast<const uint4*>(data + tile * kTileBytes) + warp % 4 * 32 + lane;
         if constexpr (S::kBits == 4) {
-          const uint2 words = reinterpret_cast<const uint2*>(vector)[step % 2];
-          signed_bytes<S>(words.x, factor[0].lift, to[0], to[2]);
-          signed_bytes<S>(words.y, factor[1].lift, to[1], to[3]);
+          const uint2 two = reinterpret_cast<const uint2*>(vector)[step % 2];
+          words[0] = two.x;
+          words[1] = two.y;
         } else {
-          const uint4 words = *vector;
-          to[0] = words.x ^ 0x80808080u;
-          to[1] = words.y ^ 0x80808080u;
-          to[2] = words.z ^ 0x80808080u;
-          to[3] = words.w ^ 0x80808080u;
+          const uint4 four = *vector;
+          words[0] = four.x;
+          words[1] = four.y;
+          words[2] = four.z;
+          words[3] = four.w;
         }
-        if (!S::kFloat8 && sums_weights && stage * S::kTiles + tile < k_tiles) {
+      };
+      // Their codes as operands.
+      const auto convert_step = [&](int stage, int step, const uint32_t (&words)[S::kStepWords], uint32_t (&to)[4]) {
+        if constexpr (S::kBits == 4) {
+          signed_bytes<S>(words[0], factor[0].lift, to[0], to[2]);
+          signed_bytes<S>(words[1], factor[1].lift, to[1], to[3]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) to[i] = words[i] ^ 0x80808080u;
+        }
+        if (!S::kFloat8 && sums_weights && stage * S::kTiles + (S::kBits == 4 ? step / 2 : step) < k_tiles) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             weight_sums[i % 2] = __dp4a(static_cast<int>(to[i]), 0x01010101, weight_sums[i % 2]);
@@ -356,34 +406,38 @@ __global__ void __launch_bounds__(kThreads, 1)
         return sum;
       };
 
-      float acc[kTokens / 2];
-      int sums[kTokens / 2];  // exact, of int8 rows
-      if constexpr (S::kRows && !S::kFloat8) {
-        const auto multiply_half = [&](int half, const uint32_t (&with)[kSteps / 2][4], bool accumulate) {
+      std::conditional_t<S::kExact, int, float> acc[kTokens / 2] = {};
+      if constexpr (S::kExact) {
+        const auto multiply_half = [&](int half, const uint32_t (&with)[kSteps / 2][4]) {
           const uint64_t x = ptx::wgmma_descriptor(ring + slot * S::kStageBytes);
           ptx::wgmma_fence();
 #pragma unroll
           for (int i = 0; i < kSteps / 2; ++i) {
-            ptx::WgmmaBytes<kTokens>::s8(sums, with[i], x + ((half * kSteps / 2 + i) * 32 >> 4), accumulate || i > 0);
+            ptx::WgmmaBytes<kTokens>::s8(acc, with[i], x + ((half * kSteps / 2 + i) * 32 >> 4), true);
           }
           ptx::wgmma_commit();
         };
         uint32_t first[kSteps / 2][4], second[kSteps / 2][4];
+        const auto operands = [&](int stage, int half, uint32_t (&to)[kSteps / 2][4]) {
+          uint32_t words[kSteps / 2][S::kStepWords];
+#pragma unroll
+          for (int i = 0; i < kSteps / 2; ++i) load_step(half * kSteps / 2 + i, words[i]);
+#pragma unroll
+          for (int i = 0; i < kSteps / 2; ++i) convert_step(stage, half * kSteps / 2 + i, words[i], to[i]);
+        };
         const auto prepare = [&](int stage) {
           ptx::barrier_wait(full + slot, phase);
-#pragma unroll
-          for (int i = 0; i < kSteps / 2; ++i) load_step(stage, i, first[i]);
+          operands(stage, 0, first);
         };
         prepare(0);
         int last_slot = 0;
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
-          multiply_half(0, first, stage > 0);
+          multiply_half(0, first);
           ptx::wgmma_wait<1>();
           if (stage > 0) release(last_slot);
-#pragma unroll
-          for (int i = 0; i < kSteps / 2; ++i) load_step(stage, kSteps / 2 + i, second[i]);
-          multiply_half(1, second, true);
+          operands(stage, 1, second);
+          multiply_half(1, second);
           ptx::wgmma_wait<1>();
           last_slot = slot;
           advance();
@@ -392,11 +446,20 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::wgmma_wait<0>();
         release(last_slot);
       } else {
+        uint32_t words[kSteps][S::kStepWords];
+        const auto load_words = [&] {
 #pragma unroll
-        for (int i = 0; i < kTokens / 2; ++i) acc[i] = 0.f;
+          for (int i = 0; i < kSteps; ++i) load_step(i, words[i]);
+        };
+        const auto prepare = [&] {
+          ptx::barrier_wait(full + slot, phase);
+          if constexpr (S::kBits == 4) load_words();  // there are registers for those alone
+        };
+        prepare();
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
-          ptx::barrier_wait(full + slot, phase);
+          if constexpr (S::kBits == 8) load_words();
+          const int at = slot;
           const uint8_t* const data = ring + slot * S::kStageBytes;
           if constexpr (!S::kRows) {
             const Factor* factors = reinterpret_cast<const Factor*>(data + S::kFactorsAt) + warpgroup * kTileN + row;
@@ -405,8 +468,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
           uint32_t codes[kSteps][4];
 #pragma unroll
-          for (int i = 0; i < kSteps; ++i) load_step(stage, i, codes[i]);
-          float of_weights[2] = {};  // sums of the weights of this stage
+          for (int i = 0; i < kSteps; ++i) convert_step(stage, i, words[i], codes[i]);
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) ptx::keep(codes[i]);  // before the first product, which they would hold up
+          float of_weights[2] = {};                              // sums of the weights of this stage
           if constexpr (S::kShifted) {
             if (sums_weights) {
 #pragma unroll
@@ -423,6 +488,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             constexpr int kHalf = kTokens / 2;
             std::conditional_t<S::kFloat8, float, int> part[kHalf / 2];
             ptx::keep(part);
+            // The warpgroups take turns: one has the tensor cores while the other scales its sums.
+            my_turn();
             ptx::wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
@@ -432,10 +499,17 @@ __global__ void __launch_bounds__(kThreads, 1)
               } else {
                 ptx::WgmmaBytes<kHalf>::s8(part, codes[i], operand_x, i > 0);
               }
+              if (i == kSteps - 2) ptx::wgmma_commit();
             }
             ptx::wgmma_commit();
+            ptx::wgmma_wait<1>();
+            your_turn();  // its first products follow on this one's last
             ptx::wgmma_wait<0>();
             ptx::keep(part);
+            if (half == 1) {
+              advance();
+              if (stage + 1 < stages) prepare();  // while sums are scaled
+            }
             const float* const tokens =
                 reinterpret_cast<const float*>(data + S::kTokensAt) + half * kHalf + 2 * t;  // two of every eight
 #pragma unroll
@@ -467,8 +541,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               }
             }
           }
-          release(slot);
-          advance();
+          release(at);
         }
       }
 
@@ -503,7 +576,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           const float2 sum = *reinterpret_cast<const float2*>(token + kTokens);
           const float2 offset = *reinterpret_cast<const float2*>(token + 2 * kTokens);
           const auto value = [&](int index, float scale, float sum, float offset) {
-            const float of_codes = S::kFloat8 ? acc[index] : static_cast<float>(sums[index] + fused[i]);
+            const float of_codes = static_cast<float>(acc[index] + fused[i]);
             return fmaf(offset, of_weights[i], scale * fmaf(of_codes, factor[i].scale, factor[i].shift * sum));
           };
           return make_float2(value(at, scale.x, sum.x, offset.x), value(at + 1, scale.y, sum.y, offset.y));
