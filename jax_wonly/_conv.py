@@ -208,7 +208,7 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _integers(name: str, values: Any, count: int) -> tuple[int, ...]:
-    if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str):
+    if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str) or getattr(values, "ndim", 1) != 1:
         raise TypeError(f"jax_wonly: {name}={values!r}; accepted: a sequence of {count} integers.")
     if len(values) != count:
         raise ValueError(f"jax_wonly: {name}={values!r} has {len(values)} entries; accepted: {count}.")

@@ -32,8 +32,9 @@ def _image(rng, options, lead=(2,)):
     return random_x(rng, (*lead, *spatial, 64 * options.get("feature_group_count", 1)))
 
 
-@pytest.mark.parametrize("options", LAYERS)
-def test_nnx(rng, seed, options):
+@pytest.mark.parametrize("_", range(3))
+def test_nnx(rng, seed, _):
+    options = LAYERS[rng.integers(len(LAYERS))]
     x = _image(rng, options)
     dense = nnx.Conv(x.shape[-1], 6, rngs=nnx.Rngs(seed), **options)
     layer = jw.nnx.QuantizedConv.from_dense(dense, bits=8, group_size=32)
@@ -47,8 +48,9 @@ def test_nnx(rng, seed, options):
     assert jax.eval_shape(fresh, x).shape == jax.eval_shape(layer, x).shape
 
 
-@pytest.mark.parametrize("options", LAYERS)
-def test_linen(rng, seed, options):
+@pytest.mark.parametrize("_", range(3))
+def test_linen(rng, seed, _):
+    options = LAYERS[rng.integers(len(LAYERS))]
     x = _image(rng, options)
     model = linen.Conv(6, **options)
     params = model.init(jax.random.key(seed), x)["params"]

@@ -187,6 +187,17 @@ def good_calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
     product = {"preferred_element_type": None, "precision": None, "implementation": None}
     epilogue = {"bias": np.ones(70, np.float32), "activation": None}
     equation = {"equation": "mk,kn->mn", "x": X, "qt": qt, "axis_sizes": None}
+    window = {
+        "lhs": np.sin(np.arange(2 * 5 * 4 * 64, dtype=np.float32)).reshape(2, 5, 4, 64),
+        "rhs": jw.quantize(np.sin(np.arange(9 * 64 * 70, dtype=np.float32)).reshape(3, 3, 64, 70), group_size=64),
+        "window_strides": (1, 1),
+        "padding": "SAME",
+        "lhs_dilation": None,
+        "rhs_dilation": None,
+        "dimension_numbers": None,
+        "feature_group_count": 1,
+        "batch_group_count": 1,
+    }
     numbers = {"dimension_numbers": (((1,), (0,)), ((), ()))}
     good_files()  # writes one of them
     return {
@@ -211,6 +222,7 @@ def good_calls() -> dict[str, tuple[Callable, dict[str, Any]]]:
             {"x": X, "qt": stack, "expert_ids": np.array([0, 2, 1, 1, 0, 2]), **epilogue, **product},
         ),
         "einsum": (jw.einsum, {**equation, **product}),
+        "conv_general_dilated": (jw.conv_general_dilated, {**window, **product, **epilogue}),
         "dot_general": (jw.dot_general, {"lhs": X, "rhs": qt, **numbers, **product}),
         "load": (
             _load_all,
