@@ -3,9 +3,10 @@
 //
 //   kernel_sweep check [EVERY]
 //       every instance (one case in EVERY) on odd shapes against a float64 sum, exit status 1 on a mismatch
-//   kernel_sweep time BITS GROUP X MS SHAPES
+//   kernel_sweep time BITS GROUP X MS SHAPES [SHIFT]
 //       one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
 //       X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
+//       SHIFT: symmetric (default), integer_zeros, float_zeros or offsets
 //       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups
 //       the decode kernel: atoms -1, tiles for parts
 //       the tiled kernel: atoms -2, tiles for tokens / 8, warps for splits
@@ -119,7 +120,7 @@ int check(int every) {
                                      {1, 8, 1024, 136, 128}, {3, 5, 512, 192, 256},   {1, 17, 320, 50, 64},
                                      {1, 9, 2048, 257, 32},  {1, 16, 4096, 128, 128}, {1, 33, 1536, 384, 128},
                                      {1, 2, 33, 1, 0},       {2, 4, 101, 65, 0},      {2, 300, 832, 520, 64},
-                                     {1, 520, 1032, 300, 0}};
+                                     {1, 520, 1032, 300, 0}, {1, 70, 1120, 272, 32}};
   for (const Shape& s : shapes)
     for (int bits : {4, 8})
       for (DType xt : {DType::kBF16, DType::kF16, DType::kF32})
@@ -224,7 +225,7 @@ int check(int every) {
           for (int tokens : {16, 32, 64, 128})
             for (int warpgroups : {2, 4})
               for (int cluster : {1, 2, 3, 4, 8})
-                if (tokens < 128 || warpgroups == 2) {
+                if (warpgroups == 2 || tokens == 32 || tokens == 64) {
                   compare("warpgroup", tokens, warpgroups, cluster, 0, [&] {
                     return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr);
                   });
@@ -272,7 +273,12 @@ float graph_us(const std::vector<MatmulArgs>& calls, Launch&& launch, cudaStream
   return times[times.size() / 2];
 }
 
-int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std::string& shapes) {
+int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std::string& shapes,
+             const std::string& shift_name) {
+  const bool integers = shift_name == "integer_zeros";
+  const ShiftMode mode = shift_name == "symmetric" ? ShiftMode::kNone
+                         : shift_name == "offsets" ? ShiftMode::kOffsets
+                                                   : ShiftMode::kZeros;
   Device device;
   CHECK(current_device(&device));
   cudaStream_t s;
@@ -285,10 +291,15 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
     const int copies = static_cast<int>(std::max<int64_t>(4, ceil_div(int64_t{220} << 20, words * 4)));
     int64_t most = 0;
     for (const std::string& m_text : split(ms)) most = std::max<int64_t>(most, std::atoll(m_text.c_str()));
-    Buffer qw(copies * words * 4), scales(copies * groups * n * 2), x(most * k * 4), y(most * n * 4), scratch(32 << 20);
+    const int shift_size = mode == ShiftMode::kNone ? 0 : integers ? 1 : 2;
+    Buffer qw(copies * words * 4), scales(copies * groups * n * 2), shift(copies * groups * n * shift_size),
+        x(most * k * 4), y(most * n * 4), scratch(32 << 20);
     fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
     fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
     fill(x.data, most * k, xt, -1.f, 1.f, false, 9);
+    if (shift_size > 0) {
+      fill(shift.data, copies * groups * n, integers ? DType::kU8 : st, 0.f, 15.f, integers, 10);
+    }
     for (const std::string& m_text : split(ms)) {
       const int64_t m = std::atoll(m_text.c_str());
       std::vector<MatmulArgs> calls;
@@ -300,9 +311,12 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         args.batch = 1, args.m = m, args.k = k, args.n = n, args.groups = groups, args.bits = bits;
         args.x_dtype = args.y_dtype = xt;
         args.scale_dtype = st;
+        args.shift = static_cast<uint8_t*>(shift.data) + i % copies * groups * n * shift_size;
+        args.shift_mode = mode, args.shift_dtype = integers ? DType::kU8 : st;
         calls.push_back(args);
       }
-      const double bytes = words * 4.0 + groups * n * 2.0 + m * k * element_size(xt) + m * n * element_size(xt);
+      const double bytes =
+          words * 4.0 + groups * n * (2.0 + shift_size) + m * k * element_size(xt) + m * n * element_size(xt);
       const auto report = [&](int atoms, int tiles, int warps, int cluster, int ctas, float us) {
         std::printf("%ld %ld %ld %d %d %d %d %d %.2f %.0f\n", k, n, m, atoms, tiles, warps, cluster, ctas, us,
                     bytes / us * 1e-3);
@@ -333,12 +347,14 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
       for (int tokens : {16, 32, 64, 128})
         for (int warpgroups : {2, 4})
           for (int cluster : {1, 2, 3, 4, 6}) {
-            if (device.architecture != 90 || !warpgroup::supports(calls[0]) || (tokens == 128 && warpgroups == 4))
+            if (device.architecture != 90 || !warpgroup::supports(calls[0]) ||
+                (warpgroups == 4 && tokens != 32 && tokens != 64))
               continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
             const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * cluster;
             if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
             const warpgroup::Config config{tokens, warpgroups, cluster, device.multiprocessors};
+            if (warpgroup::launch(calls[0], config, s) != cudaSuccess) continue;
             report(0, tokens / 8, warpgroups, cluster, 1,
                    graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
           }
@@ -359,14 +375,14 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
 
 int main(int argc, char** argv) {
   if ((argc == 2 || argc == 3) && std::strcmp(argv[1], "check") == 0) return check(argc == 3 ? std::atoi(argv[2]) : 1);
-  if (argc == 7 && std::strcmp(argv[1], "time") == 0) {
+  if ((argc == 7 || argc == 8) && std::strcmp(argv[1], "time") == 0) {
     const std::string x = argv[4];
     return time_all(std::atoi(argv[2]), std::atoll(argv[3]),
                     x == "bf16"  ? DType::kBF16
                     : x == "f16" ? DType::kF16
                                  : DType::kF32,
-                    argv[5], argv[6]);
+                    argv[5], argv[6], argc == 8 ? argv[7] : "symmetric");
   }
-  std::fprintf(stderr, "usage: kernel_sweep check [EVERY] | time BITS GROUP X MS SHAPES\n");
+  std::fprintf(stderr, "usage: kernel_sweep check [EVERY] | time BITS GROUP X MS SHAPES [SHIFT]\n");
   return 2;
 }

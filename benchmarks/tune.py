@@ -1,6 +1,7 @@
 """Builds kernel_sweep.cu with nvcc, checks every kernel configuration, and times those that could be the best.
 
-    python benchmarks/tune.py [--bits 4] [--group-size 128] [--dtype bf16] [--m 1,8,16,64] [--shapes 8192x8192,...]
+    python benchmarks/tune.py [--bits 4] [--group-size 128] [--mode symmetric] [--dtype bf16] [--m 1,8,16,64]
+        [--shapes 8192x8192,...]
     python benchmarks/tune.py --check [--every 1]
 
 Prints the fastest configurations of each product. The numbers in ffi/cuda/matmul.cu are read off this table.
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4, choices=(4, 8))
     parser.add_argument("--group-size", type=int, default=128, help="0: one scale per output")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "f16", "f32"))
+    parser.add_argument("--mode", default="symmetric", choices=("symmetric", "integer_zeros", "float_zeros", "offsets"))
     parser.add_argument("--m", default="1,8,16,32,64,128")
     parser.add_argument("--shapes", default=SHAPES, help="K x N (default: %(default)s)")
     parser.add_argument("--top", type=int, default=4, help="configurations to show of each product")
@@ -70,7 +72,7 @@ def main() -> None:
         return
     if args.check:
         sys.exit(subprocess.run([program, "check", str(args.every)], check=False).returncode)
-    words = ["time", str(args.bits), str(args.group_size), args.dtype, args.m, args.shapes]
+    words = ["time", str(args.bits), str(args.group_size), args.dtype, args.m, args.shapes, args.mode]
     output = subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
     products: dict[tuple, list] = defaultdict(list)
     for line in output.splitlines():

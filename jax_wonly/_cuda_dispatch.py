@@ -17,6 +17,8 @@ _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
 _WARPGROUP = 560e6  # operations per microsecond of the warpgroup kernel where arithmetic binds it
 _WARPGROUP_TOKENS = 128  # that share one pass over the weights
+_GROUP_END = 0.16  # more time for every end of a group in 128 inputs but one
+_SUM = 0.4  # and for every one, with float zeros or offsets
 _TILE_OUTPUTS = 256  # of the tiled kernel
 _TILED_COSTS = {256: 0.66, 192: 0.51, 128: 0.43}  # microseconds of a stage of 64 inputs, for tokens of a tile
 _STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
@@ -55,9 +57,10 @@ def has_warpgroups() -> bool:
 
 def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
-    exact = shift_mode == ShiftMode.NONE or (shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8)
-    aligned = k % 8 == 0 and n * jnp.dtype(scale_dtype).itemsize % 16 == 0
-    return has_warpgroups() and exact and aligned and jnp.dtype(x_dtype).itemsize == 2
+    rows = [scale_dtype] + ([] if shift_mode == ShiftMode.NONE else [shift_dtype])
+    aligned = k % 8 == 0 and all(n * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in rows)
+    wanted = shift_mode != ShiftMode.TABLE and jnp.dtype(x_dtype).itemsize == 2
+    return has_warpgroups() and wanted and aligned
 
 
 def _tiled_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
@@ -71,9 +74,14 @@ def _tiled_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dty
     )
 
 
-def _warpgroup(m: int, k: int, n: int, batch: int, weights: float) -> float:
+def _warpgroup(
+    m: int, k: int, n: int, batch: int, weights: float, groups: int, shift_mode: ShiftMode, shift_dtype
+) -> float:
     tokens = m if m <= _WARPGROUP_TOKENS else -(-m // _WARPGROUP_TOKENS) * _WARPGROUP_TOKENS
-    return max(weights / _MEMORY, tokens * 2.0 * batch * n * k / _WARPGROUP)
+    ends = {32: 4, 64: 2}.get(k // groups, 1)  # of groups, in 128 inputs
+    sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
+    slower = 1 + _GROUP_END * (ends - 1) + _SUM * ends * sums
+    return max(weights / _MEMORY, tokens * 2.0 * batch * n * k / _WARPGROUP * slower)
 
 
 def _stream(m: int, weights: float, wide: bool) -> float:
@@ -124,7 +132,9 @@ def kernel(
     if m > _MMA_TOKENS or wide:
         weights = batch * n * k * bits / 8
         exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
-        other = _warpgroup(m, k, n, batch, weights) if exact else _stream(m, weights, False)
+        other = _stream(m, weights, False)
+        if exact:
+            other = _warpgroup(m, k, n, batch, weights, groups, shift_mode, shift_dtype)
         enough = m > (_WARPGROUP_TOKENS if exact else STREAM_TOKENS)
         if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
             if _tiled(m, k, n, batch) < other:
@@ -135,7 +145,17 @@ def kernel(
 
 
 def estimate(
-    m: int, k: int, n: int, batch: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
+    m: int,
+    k: int,
+    n: int,
+    batch: int,
+    bits: int,
+    x_dtype,
+    scale_dtype,
+    shift_mode: ShiftMode,
+    shift_dtype=None,
+    *,
+    groups: int = 1,
 ) -> tuple[float, float]:
     """Microseconds of ``[batch, m, k] x [batch, k, n]``: fused, and dequantized for a dense product."""
     wide = jnp.dtype(x_dtype).itemsize == 4
@@ -144,7 +164,7 @@ def estimate(
     dense_bytes = weights + batch * n * k * jnp.dtype(x_dtype).itemsize
     dense = dense_bytes / _MEMORY + m * operations / (_DENSE_FLOAT32 if wide else _DENSE)
     if _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        fused = _warpgroup(m, k, n, batch, weights)
+        fused = _warpgroup(m, k, n, batch, weights, groups, shift_mode, shift_dtype)
     else:
         fused = _stream(m, weights, wide)
     if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
@@ -153,12 +173,22 @@ def estimate(
 
 
 def use_kernel(
-    m: int, k: int, n: int, batch: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
+    m: int,
+    k: int,
+    n: int,
+    batch: int,
+    bits: int,
+    x_dtype,
+    scale_dtype,
+    shift_mode: ShiftMode,
+    shift_dtype=None,
+    *,
+    groups: int,
 ) -> bool:
     """Whether the fused kernels are expected to be at least as fast for ``[batch, m, k] x [batch, k, n]``."""
     if m <= (TABLE_TOKENS if shift_mode == ShiftMode.TABLE else STREAM_TOKENS):
         return True
-    fused, dense = estimate(m, k, n, batch, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    fused, dense = estimate(m, k, n, batch, bits, x_dtype, scale_dtype, shift_mode, shift_dtype, groups=groups)
     return fused <= dense
 
 

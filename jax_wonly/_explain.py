@@ -215,9 +215,10 @@ def explain(
     fused = weight.table is None or x.dtype.itemsize == 2  # as matmul's primitive has it
     if platform == "cuda" and not experts and not transpose and fused:
         operands = (m, k, n, batch, bits, x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
-        kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands)
+        groups = weight.scales.shape[-2]
+        kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands, groups=groups)
         if _abi.MATMUL in targets:
-            kernel = _cuda_dispatch.kernel(*operands, groups=weight.scales.shape[-2])
+            kernel = _cuda_dispatch.kernel(*operands, groups=groups)
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
         kernel = _cuda_dispatch.transposed_kernel(m, n, x.dtype)
     elif platform == "cpu" and targets:

@@ -110,7 +110,8 @@ def check_gradients(rng, *, bits, mode, implementation=None):
 def rounds_weights(implementation, *, m=0, mode="symmetric") -> bool:
     """Whether weights may be rounded to the type of x on the way: in a dense product, which None may choose too.
 
-    Of the CUDA kernels the one for many rows does it, which also takes over early where others read weights repeatedly.
+    Of the CUDA kernels the one for many rows does it, which also takes over early where others read weights repeatedly:
+    scales, zeros or offsets in rows that are not 16-byte aligned.
     """
     many = 16 if mode in ("float_zeros", "offsets") else 128
     return implementation in (None, "xla", "dequantize") or (implementation == "cuda" and m > many)

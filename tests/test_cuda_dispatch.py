@@ -8,7 +8,7 @@ from jax_wonly._abi import ShiftMode
 
 
 def choose(m, k=8192, n=8192, x=jnp.bfloat16, mode=ShiftMode.NONE, shift=None):
-    return _cuda_dispatch.use_kernel(m, k, n, 1, 4, x, jnp.bfloat16, mode, shift)
+    return _cuda_dispatch.use_kernel(m, k, n, 1, 4, x, jnp.bfloat16, mode, shift, groups=k // 128 or 1)
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["warpgroups", "no warpgroups"])
@@ -29,7 +29,9 @@ def test_many_tokens(warpgroups):
         assert choose(m) == warpgroups
         assert choose(m, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == warpgroups
         assert choose(m, mode=ShiftMode.ZEROS, shift=jnp.uint8) == warpgroups
-        assert not choose(m, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16)
+        assert not choose(m, n=8196, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16)
+    # Scales of another type are no matter to the kernel for fewer.
+    assert choose(128, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == warpgroups
 
 
 @pytest.mark.parametrize("mode", [ShiftMode.NONE, ShiftMode.OFFSETS])

@@ -104,9 +104,9 @@ def test_kernels_on_cuda(monkeypatch):
     assert [kernel(1, 4096, n) for n in (12224, 12288)] == ["matmul_stream", "matmul_decode"]
     assert [kernel(4, 4096, n, bits=8) for n in (132 * 64, 132 * 64 + 1)] == ["matmul_stream", "matmul_stream"]
     assert kernel(4, 4096, 132 * 64 + 8, bits=8) == "matmul_warpgroup"
-    assert kernel(16, mode="offsets") == kernel(40, dtype=jnp.float32) == "matmul_stream"
-    assert kernel(64, mode="offsets") == kernel(129, 4096, 14336) == "matmul_tiled"
-    assert kernel(40, mode="integer_zeros") == "matmul_warpgroup"
+    assert kernel(16, n=8196) == kernel(40, dtype=jnp.float32) == "matmul_stream"
+    assert kernel(64, n=8196) == kernel(129, 4096, 14336) == "matmul_tiled"
+    assert {kernel(40, mode=mode) for mode in ("integer_zeros", "float_zeros", "offsets")} == {"matmul_warpgroup"}
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("8.0", 108))
     assert {kernel(m) for m in (1, 40)} == {"matmul_stream"}
 

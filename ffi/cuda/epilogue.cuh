@@ -36,12 +36,17 @@ __device__ __forceinline__ void finish4(const MatmulArgs& args, int64_t batch, i
     for (int i = 0; i < 4; ++i) finish(args, batch, m, n + i, sum[i]);
     return;
   }
-  float value[4];
+  // One question for all four: each would be a constant to load and branches to take.
+  float value[4] = {sum[0], sum[1], sum[2], sum[3]};
+  if (args.has_bias) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    value[i] = sum[i];
-    if (args.has_bias) value[i] += load_element(args.bias, batch * args.bias_batch_stride + n + i, args.bias_dtype);
-    value[i] = apply(args.activation, value[i]);
+    for (int i = 0; i < 4; ++i) {
+      value[i] += load_element(args.bias, batch * args.bias_batch_stride + n + i, args.bias_dtype);
+    }
+  }
+  if (args.activation != Activation::kNone) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[i] = apply(args.activation, value[i]);
   }
   uint2 packed;
   if (args.y_dtype == DType::kF16) {

@@ -59,35 +59,50 @@ struct WarpgroupCost {
   float stage;         // for 128 inputs, one CTA on a multiprocessor
   float shared_stage;  // two CTAs on it; 0: they do not fit
   float start;         // until the first product, and from the last to the result
+  float group;         // of a stage, for every group that ends in it but one
+  float sum;           // for every one, with float zeros or offsets; 0: no such kernel
 };
 constexpr WarpgroupCost kWarpgroupCosts[] = {
-    {16, 2, 0.41f, 0.75f, 3.f}, {32, 2, 0.44f, 0.76f, 3.f}, {64, 2, 0.55f, 0.f, 3.f}, {128, 2, 0.74f, 0.f, 6.f},
-    {16, 4, 0.56f, 0.f, 4.f},   {32, 4, 0.66f, 0.f, 4.f},   {64, 4, 0.90f, 0.f, 4.f},
+    {16, 2, 0.40f, 0.74f, 3.f, 0.06f, 0.10f}, {32, 2, 0.43f, 0.76f, 3.f, 0.065f, 0.13f},
+    {64, 2, 0.51f, 0.f, 3.f, 0.10f, 0.18f},   {128, 2, 0.75f, 0.f, 6.f, 0.12f, 0.30f},
+    {32, 4, 0.72f, 0.f, 4.5f, 0.14f, 0.f},    {64, 4, 0.90f, 0.f, 4.5f, 0.40f, 0.f},
 };
-constexpr float kClusterStart = 1.6f;
-constexpr float kBytesPerMicrosecond = 2.6e6f;
-// Of all multiprocessors, those that clusters of 1, 2, 3 and 4 CTAs can use: a cluster lies in one part of the chip.
-constexpr float kClusterShare[] = {1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f};
+constexpr float kBytesPerMicrosecond = 2.75e6f;
+// Clusters of CTAs, what they cost, and the share of all multiprocessors that they can use: a cluster lies in one part
+// of the chip. Six are worth it where two CTAs share a multiprocessor.
+struct ClusterCost {
+  int ctas;
+  float start, share;
+};
+constexpr ClusterCost kClusterCosts[] = {
+    {1, 0.f, 1.f}, {2, 0.9f, 1.f}, {3, 0.9f, 39 * 3 / 132.f}, {4, 0.9f, 30 * 4 / 132.f}, {6, 1.6f, 18 * 6 / 132.f}};
 
 // Sets the fastest configuration, and returns the microseconds that it is expected to take.
 float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* config) {
   const float stages = static_cast<float>(ceil_div(args.k, 128));
+  const int log2 = log2_group_blocks(args);
+  const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
+  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / kBytesPerMicrosecond;
   float least = 0.f;
   for (const WarpgroupCost& cost : kWarpgroupCosts) {
     if (cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
+    if (sums && cost.sum == 0.f) continue;
+    const float more = (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f);
     const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
-    for (int cluster = 1; cluster <= 4; ++cluster) {
-      const int64_t places =
-          static_cast<int64_t>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster - 1]);
-      const bool shares = cost.shared_stage > 0.f && blocks * cluster > places;
-      const float waves = static_cast<float>(ceil_div(blocks * cluster, shares ? 2 * places : places));
-      const float walking = waves * stages / static_cast<float>(cluster) * (shares ? cost.shared_stage : cost.stage);
-      const float us = std::max(walking, reading) + waves * (cost.start + (cluster > 1 ? kClusterStart : 0.f));
+    for (const ClusterCost& cluster : kClusterCosts) {
+      if (cluster.ctas > 4 && cost.shared_stage == 0.f) continue;
+      const int64_t ctas = blocks * cluster.ctas;
+      const int64_t places = static_cast<int64_t>(static_cast<float>(device.multiprocessors) * cluster.share);
+      const bool shares = cost.shared_stage > 0.f && ctas > places;
+      const float waves = static_cast<float>(ceil_div(ctas, shares ? 2 * places : places));
+      const float stage = shares ? cost.shared_stage + 2.f * more : cost.stage + more;
+      const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
+      const float us = std::max(walking, reading) + waves * (cost.start + cluster.start);
       if (least == 0.f || us < least) {
         least = us;
-        *config = {cost.tokens, cost.warpgroups, cluster, device.multiprocessors};
+        *config = {cost.tokens, cost.warpgroups, cluster.ctas, device.multiprocessors};
       }
     }
   }

@@ -4,12 +4,11 @@ namespace wonly::warpgroup {
 bool supports(const MatmulArgs& args) {
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
   const bool aligned = args.k % 8 == 0 && args.k > 0 && args.m > 0;
-  // Rows of scales and of zeros are copied in pieces of 16 bytes.
+  // Rows of scales and of zeros or offsets are copied in pieces of 16 bytes.
   const bool aligned_scales = args.groups == 1 || args.n * element_size(args.scale_dtype) % 16 == 0;
-  const bool aligned_zeros = args.groups == 1 || args.shift_mode == ShiftMode::kNone || args.n % 16 == 0;
-  const bool zeros =
-      args.shift_mode == ShiftMode::kNone || (args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8);
-  return sixteen_bits && aligned && aligned_scales && aligned_zeros && zeros;
+  const bool shifted = args.shift_mode != ShiftMode::kNone;
+  const bool aligned_shifts = args.groups == 1 || !shifted || args.n * element_size(args.shift_dtype) % 16 == 0;
+  return sixteen_bits && aligned && aligned_scales && aligned_shifts && args.shift_mode != ShiftMode::kTable;
 }
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream) {

@@ -5,9 +5,11 @@
 // scales by bulk copies, the activations by the tensor copy engine. Each warpgroup turns its codes into 16-bit numbers
 // (code - zero) * 2^-13, which is exact for integer zeros: a mask (the pattern is the subnormal number code * 2^-133 or
 // code * 2^-24) and one fused multiply-add. The sums of a group stay exact products of 16-bit numbers in float32; the
-// group's scale multiplies them there. CTAs of a cluster split the inputs and add their sums in a fixed order through
-// each other's shared memory. A token's result does not depend on the others of a call; the size of the cluster, and
-// with it the order of its sums, may depend on how many there are (matmul.cu).
+// group's scale multiplies them there. Zeros that are no integers, and offsets, multiply the sum of the group's
+// activations instead, in float32: two warps of the producers add those up. CTAs of
+// a cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's result
+// does not depend on the others of a call; the size of the cluster, and with it the order of its sums, may depend on
+// how many there are (matmul.cu).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,6 +20,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
+#include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ptx_sm90.cuh"
@@ -31,8 +34,8 @@ namespace wonly::warpgroup {
 constexpr int kStageK = 128;
 constexpr int kStageSteps = kStageK / 16;
 constexpr int kMaxStages = 10;
-constexpr int kRotation = 5;
-constexpr int kBarrierBytes = 1024;  // two for each stage; 1024 keeps the ring aligned for the 128-byte swizzle
+constexpr int kMaxCluster = 8;
+constexpr int kBarrierBytes = 1024;  // three for each stage and one; the ring is aligned for the 128-byte swizzle
 constexpr int kMultiprocessorBytes = 228 << 10;
 // Of a warp, when it is done with a slot. One lane speaks for all, after the warp has synchronised; racecheck takes
 // only what a lane itself arrives for as ordered, so tests/gpu/sanitize.sh has each of them arrive.
@@ -42,15 +45,19 @@ constexpr int kArrivals = 32;
 constexpr int kArrivals = 1;
 #endif
 
-template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_>
+template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, bool kSums_>
 struct Shape {
   using X = X_;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kWarpgroups = kWarpgroups_;  // 64 outputs each
-  static constexpr int kFlushes = kFlushes_;        // group ends in a stage: 1, or 4 for groups of 32 and 64
+  static constexpr int kFlushes = kFlushes_;        // group ends in a stage: 4, 2 or 1 for groups of 32, 64, more
+  static constexpr bool kSums = kSums_;             // zeros that are no integers, or offsets
   static constexpr int kRows = kWarpgroups * kTileN;
-  static constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
+  // The last warpgroup produces; so does a second one that has more warps to add activations up.
+  static constexpr int kProducers = kSums && kTokens >= 64 ? 2 : 1;
+  static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
+  static_assert(kWarpgroups == 2 || !kSums);
 
   // Four warpgroups fill a multiprocessor. Of two, two CTAs share it, so that one streams while the other starts or
   // ends; from 64 tokens on the accumulators leave no room for that.
@@ -59,25 +66,32 @@ struct Shape {
   static constexpr int kProducerRegisters = kWarpgroups == 4 ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
   static constexpr int kConsumerRegisters =
-      (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) / kWarpgroups) / 8 * 8;
+      (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) * kProducers / kWarpgroups) / 8 * 8;
   static_assert(kConsumerRegisters <= 232);
+
+  // A unit is what the tensor cores work on while the codes of the next are converted.
+  static constexpr int kUnits = kFlushes == 4 ? 4 : 2;
+  static constexpr int kUnitSteps = kStageSteps / kUnits;
 
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
   static constexpr int kHalfBytes = kTokens * 128;        // activations: two boxes of 64 inputs
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
   static constexpr int kScaleBytes = kFlushes * kRows * 4;  // as many groups end in a stage; every type has room
-  static constexpr int kZeroBytes = kFlushes * kRows;
+  static constexpr int kSumBytes = kFlushes * kTokens * 4;
   static constexpr int kWeightsAt = kXBytes;
   static constexpr int kScalesAt = kWeightsAt + kWeightBytes;
-  static constexpr int kZerosAt = kScalesAt + kScaleBytes;
-  static constexpr int kStageBytes = (kZerosAt + kZeroBytes + 1023) / 1024 * 1024;
+  static constexpr int kShiftsAt = kScalesAt + kScaleBytes;
+  static constexpr int kSumsAt = kShiftsAt + kScaleBytes;
+  static constexpr int kStageBytes = (kSumsAt + kSumBytes + 1023) / 1024 * 1024;
   static constexpr int kFit =
       (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
-  static constexpr int kPartialStride = kRows + 4;  // floats of a token's partial sums
-  static_assert(kStages >= 3 && kTokens * kPartialStride * 4 <= kStages * kStageBytes);
+  // Partial sums of a cluster's CTAs, of the tokens that one finishes, take the place of the stages.
+  static_assert(kStages >= 3 && (kTokens + 8 * (kMaxCluster - 1)) * kRows * 4 <= kStages * kStageBytes);
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
+  static constexpr int kSumTokens = 16;  // that a warp adds up at once
+  static constexpr int kSumWarps = kTokens < 64 ? kTokens / kSumTokens : 4;
 };
 
 // A slot of the ring and how often, modulo 2, the walk has been around.
@@ -98,7 +112,8 @@ struct Params {
   MatmulArgs args;
   int cluster;
   int token_tiles;
-  int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
+  int stages, more_stages;  // of 128 inputs, for every rank; as many ranks have one more
+  int log2_group_blocks;    // group size = 32 << this; -1: one scale per output
 };
 
 // (code - zero) * 2^-13 for pairs of codes. `factor` undoes the power of two of a masked code, 16 times as large in odd
@@ -125,33 +140,77 @@ struct Convert {
   }
 };
 
-// A operands of the steps of 16 inputs that one 16-byte vector of a lane holds: 4 for int4, 2 for int8.
+// A operands of the steps of 16 inputs that half a vector of a lane's words holds: 2 for int4, 1 for int8.
+template <typename X, int kBits>
+__device__ __forceinline__ void convert_half(uint32_t low, uint32_t high, uint32_t zero_low, uint32_t zero_high,
+                                             uint32_t (*a)[4]) {
+  using C = Convert<X>;
+  if constexpr (kBits == 4) {
+    uint32_t l[4], h[4];
+    uint4_to_subnormal(low, l);
+    uint4_to_subnormal(high, h);
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      a[step][0] = C::fma(l[2 * step], C::kFactor, zero_low);
+      a[step][1] = C::fma(h[2 * step], C::kFactor, zero_high);
+      a[step][2] = C::fma(l[2 * step + 1], C::kFactorOfOdd, zero_low);
+      a[step][3] = C::fma(h[2 * step + 1], C::kFactorOfOdd, zero_high);
+    }
+  } else {
+    uint32_t l[2], h[2];
+    uint8_to_subnormal(low, l);
+    uint8_to_subnormal(high, h);
+    a[0][0] = C::fma(l[0], C::kFactor, zero_low);
+    a[0][1] = C::fma(h[0], C::kFactor, zero_high);
+    a[0][2] = C::fma(l[1], C::kFactor, zero_low);
+    a[0][3] = C::fma(h[1], C::kFactor, zero_high);
+  }
+}
+// Two neighbours in a register.
+template <typename X>
+__device__ __forceinline__ float2 to_floats(uint32_t pair) {
+  if constexpr (Convert<X>::kBf16) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
+}
+
+// Of the whole vector, 16 bytes.
 template <typename X, int kBits>
 __device__ __forceinline__ void convert(const uint4& words, uint32_t zero_low, uint32_t zero_high, uint32_t (*a)[4]) {
-  using C = Convert<X>;
+  convert_half<X, kBits>(words.x, words.y, zero_low, zero_high, a);
+  convert_half<X, kBits>(words.z, words.w, zero_low, zero_high, a + (kBits == 4 ? 2 : 1));
+}
+
+// Sums of a stage's activations for 16 tokens from `first` on, one for each group that ends there. Half a warp has one
+// half of the inputs each: rows of 128 bytes, whose order of 16 bytes the swizzle makes another for the next row, so
+// that lanes read different banks.
+template <typename S>
+__device__ __forceinline__ void sum_activations(const uint8_t* x, int first, int lane, float* sums) {
+  const int token = first + lane % S::kSumTokens, half = lane / S::kSumTokens;
+  const uint8_t* const row = x + half * S::kHalfBytes + token * 128;
+  float sum[2];  // of 32 inputs each
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t low = half == 0 ? words.x : words.z, high = half == 0 ? words.y : words.w;
-    if constexpr (kBits == 4) {
-      uint32_t l[4], h[4];
-      uint4_to_subnormal(low, l);
-      uint4_to_subnormal(high, h);
+  for (int block = 0; block < 2; ++block) {
+    float of_vector[4];
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        a[half * 2 + step][0] = C::fma(l[2 * step], C::kFactor, zero_low);
-        a[half * 2 + step][1] = C::fma(h[2 * step], C::kFactor, zero_high);
-        a[half * 2 + step][2] = C::fma(l[2 * step + 1], C::kFactorOfOdd, zero_low);
-        a[half * 2 + step][3] = C::fma(h[2 * step + 1], C::kFactorOfOdd, zero_high);
-      }
-    } else {
-      uint32_t l[2], h[2];
-      uint8_to_subnormal(low, l);
-      uint8_to_subnormal(high, h);
-      a[half][0] = C::fma(l[0], C::kFactor, zero_low);
-      a[half][1] = C::fma(h[0], C::kFactor, zero_high);
-      a[half][2] = C::fma(l[1], C::kFactor, zero_low);
-      a[half][3] = C::fma(h[1], C::kFactor, zero_high);
+    for (int i = 0; i < 4; ++i) {
+      const uint4 vector = *reinterpret_cast<const uint4*>(row + ((block * 4 + i) ^ (token % 8)) * 16);
+      const float2 a = to_floats<typename S::X>(vector.x), b = to_floats<typename S::X>(vector.y),
+                   c = to_floats<typename S::X>(vector.z), d = to_floats<typename S::X>(vector.w);
+      of_vector[i] = ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
     }
+    sum[block] = (of_vector[0] + of_vector[1]) + (of_vector[2] + of_vector[3]);
+  }
+  if constexpr (S::kFlushes == 4) {
+    sums[2 * half * S::kTokens + token] = sum[0];
+    sums[(2 * half + 1) * S::kTokens + token] = sum[1];
+  } else if constexpr (S::kFlushes == 2) {
+    sums[half * S::kTokens + token] = sum[0] + sum[1];
+  } else {
+    const float mine = sum[0] + sum[1], other = __shfl_xor_sync(0xffffffffu, mine, 16);
+    if (half == 0) sums[token] = mine + other;
   }
 }
 
@@ -164,60 +223,72 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* full = reinterpret_cast<uint64_t*>(shared);
   uint64_t* empty = full + S::kStages;
+  uint64_t* summed = empty + S::kStages;
+  uint64_t* received = summed + S::kStages;
   uint8_t* const ring = shared + kBarrierBytes;
 
   const MatmulArgs& args = params.args;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % params.cluster;
-  const int tile = blockIdx.x / params.cluster;
-  const int row_block = tile / params.token_tiles;
-  const int m0 = tile % params.token_tiles * S::kTokens;  // token tiles of the same weights run together
+  // No division that the first copies would wait for.
+  const int rank = ptx::cluster_rank();
+  const int tile = ptx::cluster_index();
+  const int row_block = params.token_tiles == 1 ? tile : tile / params.token_tiles;
+  const int m0 = (tile - row_block * params.token_tiles) * S::kTokens;  // tiles of the same weights run together
   const int64_t n0 = static_cast<int64_t>(row_block) * S::kRows;
   const int64_t batch = blockIdx.y;
 
-  const int stages = static_cast<int>(ceil_div(args.k, kStageK));
-  const int first_stage = static_cast<int>(static_cast<int64_t>(stages) * rank / params.cluster);
-  const int end_stage = static_cast<int>(static_cast<int64_t>(stages) * (rank + 1) / params.cluster);
-  const int stage_count = end_stage - first_stage;
+  const int first_stage = rank * params.stages + min(rank, params.more_stages);
+  const int stage_count = params.stages + (rank < params.more_stages ? 1 : 0);
   // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share
-  // memory channels: each begins somewhere else in its run, and wraps around.
-  const int rotation = stage_count > 0 ? row_block * kRotation % stage_count : 0;
+  // memory channels: each begins somewhere else in its run, and wraps around. The golden ratio spreads any number.
+  const int rotation = static_cast<int>(__umulhi(static_cast<uint32_t>(row_block) * 0x9e3779b9u, stage_count));
   const auto stage_at = [&](int index) {
     const int at = index + rotation;
     return first_stage + (at < stage_count ? at : at - stage_count);
   };
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
-  const int blocks = static_cast<int>(ceil_div(args.k, 32));
+  const int parts = static_cast<int>(ceil_div(args.k, kStageK / S::kFlushes));  // of the inputs: one scale each
 
-  const bool grouped = params.log2_group_blocks >= 0;
-  const bool has_zeros = args.shift_mode == ShiftMode::kZeros;
+  const bool grouped = S::kFlushes > 1 || params.log2_group_blocks >= 0;
+  const bool has_zeros = !S::kSums && args.shift_mode == ShiftMode::kZeros;
   const int scale_size = element_size(args.scale_dtype);
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
-  const uint8_t* zeros = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride;
+  const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
   const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
   const int producers = max(row_tiles, 2);
 
+  // At the end the CTAs of a cluster share the tokens out, eight at a time: block b of them to rank b % cluster.
+  const int tokens = static_cast<int>(min(static_cast<int64_t>(S::kTokens), args.m - m0));
+  const int token_blocks = (tokens + 7) / 8;
+  const int most_blocks = (token_blocks + params.cluster - 1) / params.cluster;  // of a rank
+
+  if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(&x_map);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + i, producers);
       ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals);
+      if (S::kSums) ptx::barrier_init(summed + i, S::kSumWarps * kArrivals);
     }
+    ptx::barrier_init(received, 1);
     ptx::barrier_init_fence();
+    const int my_blocks = most_blocks - ((most_blocks - 1) * params.cluster + rank < token_blocks ? 0 : 1);
+    ptx::barrier_expect(received, params.cluster * my_blocks * S::kRows * 8 * 4);
   }
   __syncthreads();
 
   if (warp >= S::kWarpgroups * 4) {
     ptx::lower_registers<S::kProducerRegisters>();
-    // Warp w of the producer brings the weights of row tile w; the first also activations, the second scales and zeros.
-    // All lanes walk along, so that addresses stay in uniform registers, and one of them issues.
+    // Warp w of the producer brings the weights of row tile w; the first also activations, the second scales and
+    // shifts. All lanes walk along, so that addresses stay in uniform registers, and one of them issues.
     const int producer = __shfl_sync(0xffffffffu, warp, 0) - S::kWarpgroups * 4;
     const uint32_t* words = args.qw + batch * args.qw_batch_stride + (n0 / kTileN + producer) * k_tiles * kTileWords;
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - n0));
     const int scale_row_bytes = outputs * scale_size;
-    const int zero_row_bytes = has_zeros ? outputs : 0;
+    const int shift_row_bytes = outputs * shift_size;
     RingPosition<S::kStages> at;
     if (producer < producers) {
       for (int index = 0; index < stage_count; ++index, at.advance()) {
@@ -227,8 +298,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         uint8_t* to = ring + at.slot * S::kStageBytes;
         uint64_t* done = full + at.slot;
         const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
-        const int groups = grouped ? min(S::kFlushes, blocks - stage * (kStageK / 32)) : 0;
-        const int mine = producer == 0 ? S::kXBytes : producer == 1 ? groups * (scale_row_bytes + zero_row_bytes) : 0;
+        const int groups = grouped ? min(S::kFlushes, parts - stage * S::kFlushes) : 0;
+        const int mine = producer == 0 ? S::kXBytes : producer == 1 ? groups * (scale_row_bytes + shift_row_bytes) : 0;
         ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
         if (producer < row_tiles) {
           ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
@@ -239,51 +310,72 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           ptx::tensor_copy_3d(to + S::kHalfBytes, &x_map, stage * kStageK + 64, m0, x_batch, done);
         } else if (producer == 1) {
           for (int i = 0; i < groups; ++i) {
-            const int64_t first = ((stage * (kStageK / 32) + i) >> params.log2_group_blocks) * args.n + n0;
+            const int group = S::kFlushes > 1 ? stage * S::kFlushes + i : stage * 4 >> params.log2_group_blocks;
+            const int64_t first = group * args.n + n0;
             ptx::bulk_copy(to + S::kScalesAt + i * S::kRows * 4, scales + first * scale_size, scale_row_bytes, done);
-            if (has_zeros) ptx::bulk_copy(to + S::kZerosAt + i * S::kRows, zeros + first, zero_row_bytes, done);
+            if (shift_size > 0) {
+              ptx::bulk_copy(to + S::kShiftsAt + i * S::kRows * 4, shifts + first * shift_size, shift_row_bytes, done);
+            }
           }
         }
       }
+    } else if (S::kSums && producer < 2 + S::kSumWarps) {
+      for (int index = 0; index < stage_count; ++index, at.advance()) {
+        uint8_t* data = ring + at.slot * S::kStageBytes;
+        ptx::barrier_wait(full + at.slot, at.phase);
+#pragma unroll 1
+        for (int first = (producer - 2) * S::kSumTokens; first < S::kTokens; first += S::kSumWarps * S::kSumTokens) {
+          sum_activations<S>(data, first, lane, reinterpret_cast<float*>(data + S::kSumsAt));
+        }
+        __syncwarp();
+        if (lane < kArrivals) ptx::barrier_arrive(summed + at.slot);
+      }
     }
     __syncwarp();
+    if (params.cluster > 1) ptx::cluster_meet();
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int g = lane / 4;
     const int t = lane % 4;
     const int row = warpgroup * kTileN + warp % 4 * kAtomN + g;  // this lane's outputs: n0 + row and n0 + row + 8
-    const bool wide_scales = args.scale_dtype == DType::kF32;
-    const bool bf16_scales = args.scale_dtype == DType::kBF16;
-    float scale[2];
-    uint32_t zero[2] = {C::minus_zero(static_cast<float>(bias_of(S::kBits))),
-                        C::minus_zero(static_cast<float>(bias_of(S::kBits)))};
-    const auto set_scales = [&](const uint8_t* at) {
+    constexpr float kBias = bias_of(S::kBits);
+    // A row of numbers of 16 or 32 bits, of all outputs, in shared memory: the bits of those of this lane.
+    const auto load_pair = [](const uint8_t* row_data, DType type, uint32_t (&bits)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t bits =
-            wide_scales ? reinterpret_cast<const uint32_t*>(at)[8 * i] : reinterpret_cast<const uint16_t*>(at)[8 * i];
-        const float narrow =
-            bf16_scales ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
-        scale[i] = (wide_scales ? __uint_as_float(bits) : narrow) * C::kUnscale;
+        bits[i] = type == DType::kF32 ? reinterpret_cast<const uint32_t*>(row_data)[8 * i]
+                                      : reinterpret_cast<const uint16_t*>(row_data)[8 * i];
       }
     };
-    const auto set_zeros = [&](const uint8_t* at) {
-      if (!has_zeros) return;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(at[8 * i]));
+    const auto from_bits = [](uint32_t bits, DType type) {
+      const float single = __uint_as_float(bits << (type == DType::kF32 ? 0 : 16));
+      return type == DType::kF16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
+    };
+    float scale[2], shift[2];
+    uint32_t zero[2] = {C::minus_zero(kBias), C::minus_zero(kBias)};
+    // What the sum of the activations is multiplied by.
+    const auto shift_factor = [&](float scale, float shift) {
+      const bool zeros = args.shift_mode == ShiftMode::kZeros;
+      return fmaf(zeros ? kBias - shift : kBias, scale, zeros ? 0.f : shift);
     };
     if (!grouped) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int64_t n = min(n0 + row + 8 * i, args.n - 1);
-        scale[i] = load_element(scales, n, args.scale_dtype) * C::kUnscale;
-        if (has_zeros) zero[i] = C::minus_zero(static_cast<float>(zeros[n]));
+        const float stored = load_element(scales, n, args.scale_dtype);
+        scale[i] = stored * C::kUnscale;
+        if (S::kSums) shift[i] = shift_factor(stored, load_element(shifts, n, args.shift_dtype));
+        if (has_zeros) zero[i] = C::minus_zero(static_cast<float>(shifts[n]));
       }
     }
 
-    float acc[S::kTokens / 2] = {};
-    constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;  // steps of 16 inputs that one 16-byte vector of words holds
+    float acc[S::kTokens / 2] = {}, part[S::kTokens / 2];
+    uint32_t codes[2][S::kUnitSteps][4];
+    constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
+    constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
+    uint4 words[kShared ? 1 : S::kUnitSteps / kVectorSteps];
+    uint32_t zero_bits[2];
     RingPosition<S::kStages> at;
     const auto stage_data = [&]() { return ring + at.slot * S::kStageBytes; };
     const auto wait_full = [&]() { ptx::barrier_wait(full + at.slot, at.phase); };
@@ -291,117 +383,193 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       __syncwarp();
       if (lane < kArrivals) ptx::barrier_arrive(empty + slot);
     };
-    const auto convert_steps = [&](const uint8_t* data, int step, uint32_t (*to)[4]) {
-      const uint8_t* words = data + S::kWeightsAt + (warpgroup * S::kTiles + step / kVectorSteps) * kTileBytes;
-      convert<X, S::kBits>(reinterpret_cast<const uint4*>(words)[warp % 4 * 32 + lane], zero[0], zero[1], to);
+    // Loads come some instructions before what they are for.
+    const auto load_unit = [&](const uint8_t* data, int unit) {
+      if (!kShared || unit % 2 == 0) {
+        const uint4* from = reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) +
+                            warp % 4 * 32 + lane;
+#pragma unroll
+        for (int i = 0; i < (kShared ? 1 : S::kUnitSteps / kVectorSteps); ++i) {
+          words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
+        }
+      }
+      if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
+        const uint8_t* from = data + S::kShiftsAt + unit * S::kRows * 4 + row;
+        zero_bits[0] = from[0], zero_bits[1] = from[8];
+      }
     };
-    float part[S::kTokens / 2];
-    const auto multiply = [&](uint64_t x, int step, const uint32_t (&a)[4], bool accumulate) {
-      const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
-      if constexpr (C::kBf16) {
-        ptx::Wgmma<S::kTokens>::bf16(part, a, operand_x, accumulate);
+    const auto convert_unit = [&](int unit) {
+      if (has_zeros && grouped && (S::kFlushes > 1 || unit == 0)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(zero_bits[i]));
+      }
+      uint32_t (&to)[S::kUnitSteps][4] = codes[unit % 2];
+      if constexpr (kShared) {
+        const uint4& both = words[0];
+        convert_half<X, S::kBits>(unit % 2 == 0 ? both.x : both.z, unit % 2 == 0 ? both.y : both.w, zero[0], zero[1],
+                                  to);
       } else {
-        ptx::Wgmma<S::kTokens>::f16(part, a, operand_x, accumulate);
+#pragma unroll
+        for (int step = 0; step < S::kUnitSteps; step += kVectorSteps) {
+          convert<X, S::kBits>(words[step / kVectorSteps], zero[0], zero[1], to + step);
+        }
+      }
+    };
+    const auto multiply_unit = [&](uint64_t x, int unit) {
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < S::kUnitSteps; ++i) {
+        const int step = unit * S::kUnitSteps + i;
+        const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
+        const bool accumulate = i > 0 || (S::kFlushes == 1 && unit > 0);
+        if constexpr (C::kBf16) {
+          ptx::Wgmma<S::kTokens>::bf16(part, codes[unit % 2][i], operand_x, accumulate);
+        } else {
+          ptx::Wgmma<S::kTokens>::f16(part, codes[unit % 2][i], operand_x, accumulate);
+        }
+      }
+      ptx::wgmma_commit();
+    };
+    uint32_t scale_bits[2], shift_bits[2];
+    const auto load_factors = [&](const uint8_t* data, int group) {
+      load_pair(data + S::kScalesAt + group * S::kRows * 4 + row * scale_size, args.scale_dtype, scale_bits);
+      if (S::kSums) {
+        load_pair(data + S::kShiftsAt + group * S::kRows * 4 + row * shift_size, args.shift_dtype, shift_bits);
+      }
+    };
+    // Of a group whose scales were copied; without, all of its activations are zeros.
+    const auto set_factors = [&](bool copied) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float stored = copied ? from_bits(scale_bits[i], args.scale_dtype) : 0.f;
+        scale[i] = grouped ? stored * C::kUnscale : scale[i];
+        if (S::kSums) {
+          const float factor = copied ? shift_factor(stored, from_bits(shift_bits[i], args.shift_dtype)) : 0.f;
+          shift[i] = grouped ? factor : shift[i];
+        }
+      }
+    };
+    const auto add_shifts = [&](const uint8_t* data, int group) {
+      const float2* sums = reinterpret_cast<const float2*>(data + S::kSumsAt) + group * S::kTokens / 2 + t;
+#pragma unroll
+      for (int i = 0; i < S::kTokens / 8; ++i) {
+        const float2 sum = sums[i * 4];
+        acc[4 * i] = fmaf(shift[0], sum.x, acc[4 * i]);
+        acc[4 * i + 1] = fmaf(shift[0], sum.y, acc[4 * i + 1]);
+        acc[4 * i + 2] = fmaf(shift[1], sum.x, acc[4 * i + 2]);
+        acc[4 * i + 3] = fmaf(shift[1], sum.y, acc[4 * i + 3]);
       }
     };
 
-    if constexpr (S::kFlushes == 1) {
-      // A unit is half a stage: the codes of the next one are converted while the tensor cores work on this one.
-      constexpr int kUnit = kStageSteps / 2;
-      uint32_t first[kUnit][4], second[kUnit][4];
-      const auto convert_unit = [&](const uint8_t* data, int unit, uint32_t (&to)[kUnit][4]) {
+    const uint8_t* data = stage_data();
+    if (stage_count > 0) {
+      wait_full();
+      load_unit(data, 0);
+      convert_unit(0);
+    }
+    for (int index = 0; index < stage_count; ++index) {
+      const uint64_t x = ptx::wgmma_descriptor(data);
+      const int slot = at.slot, groups = parts - stage_at(index) * S::kFlushes;
 #pragma unroll
-        for (int step = 0; step < kUnit; step += kVectorSteps) convert_steps(data, unit * kUnit + step, to + step);
-      };
-      const auto multiply_unit = [&](uint64_t x, int unit, const uint32_t (&a)[kUnit][4]) {
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kUnit; ++step) multiply(x, unit * kUnit + step, a[step], unit + step > 0);
-        ptx::wgmma_commit();
-      };
-      const uint8_t* data = stage_data();
-      if (stage_count > 0) {
-        wait_full();
-        if (grouped) set_zeros(data + S::kZerosAt + row);
-        convert_unit(data, 0, first);
-      }
-      for (int index = 0; index < stage_count; ++index) {
-        const uint64_t x = ptx::wgmma_descriptor(data);
-        const int slot = at.slot;
-        multiply_unit(x, 0, first);
-        convert_unit(data, 1, second);
-        multiply_unit(x, 1, second);
-        if (grouped) set_scales(data + S::kScalesAt + row * scale_size);
-        ptx::wgmma_wait<1>();
-        at.advance();
-        data = stage_data();
-        if (index + 1 < stage_count) {
-          wait_full();
-          if (grouped) set_zeros(data + S::kZerosAt + row);
-          convert_unit(data, 0, first);
+      for (int unit = 0; unit < S::kUnits; ++unit) {
+        const bool last = unit + 1 == S::kUnits, flushes = S::kFlushes > 1 || last;
+        const int group = S::kFlushes > 1 ? unit : 0;
+        if (!last) load_unit(data, unit + 1);
+        if (flushes) load_factors(data, group);
+        multiply_unit(x, unit);
+        if (flushes) {
+          set_factors(S::kFlushes == 1 || group < groups);
+          if (S::kSums) {
+            if (group == 0) ptx::barrier_wait(summed + slot, at.phase);
+            add_shifts(data, group);
+          }
         }
-        ptx::wgmma_wait<0>();
-        release(slot);
-#pragma unroll
-        for (int i = 0; i < S::kTokens / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
-      }
-    } else {
-      for (int index = 0; index < stage_count; ++index, at.advance()) {
-        const uint8_t* data = stage_data();
-        const uint64_t x = ptx::wgmma_descriptor(data);
-        wait_full();
-#pragma unroll
-        for (int flush = 0; flush < S::kFlushes; ++flush) {
-          if (stage_at(index) * (kStageK / 32) + flush >= blocks) break;  // no scales were copied for it
-          constexpr int kSteps = kStageSteps / S::kFlushes;
-          set_scales(data + S::kScalesAt + flush * S::kRows * 4 + row * scale_size);
-          set_zeros(data + S::kZerosAt + flush * S::kRows + row);
-          uint32_t a[kVectorSteps][4];
-          const int step = flush * kSteps;
-          convert_steps(data, step, a);
-          ptx::wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < kSteps; ++i) multiply(x, step + i, a[(step + i) % kVectorSteps], i > 0);
-          ptx::wgmma_commit();
+        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<1>();
+        if (last) {
+          at.advance();
+          data = stage_data();
+        }
+        if (!last) {
+          convert_unit(unit + 1);
+        } else if (index + 1 < stage_count) {
+          wait_full();
+          load_unit(data, 0);
+          convert_unit(0);
+        }
+        if (flushes) {
           ptx::wgmma_wait<0>();
+          if (last) release(slot);
 #pragma unroll
           for (int i = 0; i < S::kTokens / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
         }
-        release(at.slot);
       }
     }
 
-    // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place.
-    asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
-    float* partial = reinterpret_cast<float*>(ring);
+    // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place, each rank's those
+    // of the tokens that it finishes, as the accumulators of a warp lie.
+    if (params.cluster > 1) {
+      ptx::cluster_meet();
+    } else {
+      asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
+    }
+    int owner = 0, at_block = rank * most_blocks;
 #pragma unroll
-    for (int i = 0; i < S::kTokens / 2; ++i) {
-      partial[(i / 4 * 8 + 2 * t + i % 2) * S::kPartialStride + row + i % 4 / 2 * 8] = acc[i];
+    for (int i = 0; i < S::kTokens / 8; ++i) {
+      if (i >= token_blocks) break;
+      uint8_t* const to = ring + ((at_block * S::kWarpgroups * 4 + warp) * 32 + lane) * 16;
+      const float4 v = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+      if (params.cluster > 1) {
+        ptx::store_async_at_rank(to, v, received, owner);
+      } else {
+        *reinterpret_cast<float4*>(to) = v;
+      }
+      if (++owner == params.cluster) {
+        owner = 0;
+        ++at_block;
+      }
     }
   }
 
-  __syncthreads();
-  if (params.cluster > 1) ptx::cluster_share();
-  const int tokens = static_cast<int>(min(static_cast<int64_t>(S::kTokens), args.m - m0));
-  constexpr int kQuads = S::kRows / 4;
-  const float* partial = reinterpret_cast<const float*>(ring);
-  for (int i = rank * S::kThreads + threadIdx.x; i < tokens * kQuads; i += params.cluster * S::kThreads) {
-    const int token = i / kQuads, quad = i % kQuads;
+  if (params.cluster > 1) {
+    ptx::barrier_wait(received, 0);
+  } else {
+    __syncthreads();
+  }
+  // Neighbouring lanes take neighbouring tokens: of those the sums lie in different banks.
+  constexpr uint32_t kQuads = S::kRows / 4;
+  const auto token_of = [&](uint32_t i) {
+    return static_cast<int>((i / (8 * kQuads) * params.cluster + rank) * 8 + i % 8);
+  };
+  uint32_t again = 0;
+  int turn = 0;
+  for (uint32_t i = threadIdx.x; i < most_blocks * 8 * kQuads; i += S::kThreads, ++turn) {
+    const int token = token_of(i);
+    const uint32_t quad = i / 8 % kQuads;
     const int64_t n = n0 + quad * 4;
-    if (n >= args.n) continue;
-    const float* at = partial + token * S::kPartialStride + quad * 4;
+    if (n >= args.n || token >= tokens) continue;
+    const uint32_t warp_of = i / (8 * kQuads) * (S::kWarpgroups * 4) + quad / 4;
+    const uint32_t lane_of = quad % 2 * 16 + i % 8 / 2;
+    const float* at = reinterpret_cast<const float*>(ring) + (warp_of * 32 + lane_of) * 4 + quad / 2 % 2 * 2 + i % 2;
     float sum[4] = {};
+#pragma unroll 1
     for (int other = 0; other < params.cluster; ++other) {
-      const float4 v =
-          params.cluster == 1 ? *reinterpret_cast<const float4*>(at) : ptx::load4_shared_of_rank(at, other);
-      sum[0] += v.x;
-      sum[1] += v.y;
-      sum[2] += v.z;
-      sum[3] += v.w;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] += at[j * 16];
+      at += most_blocks * S::kRows * 8;
     }
+    if (S::kSums && !isfinite(sum[0] + sum[1] + sum[2] + sum[3])) again |= 1u << turn;
     finish4(args, batch, m0 + token, n, sum);
   }
-  if (params.cluster > 1) ptx::cluster_leave();
+  // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a weight times
+  // it is.
+  for (; again != 0; again &= again - 1) {
+    const uint32_t i = threadIdx.x + (__ffs(again) - 1) * S::kThreads;
+#pragma unroll 1
+    for (int j = 0; j < 4; ++j) {
+      const int64_t m = m0 + token_of(i), n = n0 + i / 8 % kQuads * 4 + j;
+      if (n < args.n) finish(args, batch, m, n, exact_sum(args, batch, m, n, 0, args.k));
+    }
+  }
 #else
   __trap();
 #endif
@@ -413,6 +581,9 @@ cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_
   if (cudaError_t error = describe_activations(params.args, S::kTokens, &map); error != cudaSuccess) return error;
   Params p = params;
   p.token_tiles = static_cast<int>(ceil_div(p.args.m, S::kTokens));
+  const int stages = static_cast<int>(ceil_div(p.args.k, kStageK));
+  p.stages = stages / config.cluster;
+  p.more_stages = stages % config.cluster;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(ceil_div(p.args.n, S::kRows) * p.token_tiles * config.cluster),
                     static_cast<unsigned>(p.args.batch));
@@ -427,21 +598,24 @@ cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_
   return launch_kernel(warpgroup_matmul<S>, shape, stream, p, map);
 }
 
-template <typename X, int kBits, int kFlushes>
+template <typename X, int kBits, int kFlushes, bool kSums>
 cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
-  const auto select = [&](auto tokens) {
-    return config.warpgroups == 2 ? launch_shape<Shape<X, kBits, tokens.value, 2, kFlushes>>(params, config, stream)
-                                  : launch_shape<Shape<X, kBits, tokens.value, 4, kFlushes>>(params, config, stream);
-  };
+  if (config.warpgroups == 4) {
+    if constexpr (!kSums) {
+      if (config.tokens == 32) return launch_shape<Shape<X, kBits, 32, 4, kFlushes, kSums>>(params, config, stream);
+      if (config.tokens == 64) return launch_shape<Shape<X, kBits, 64, 4, kFlushes, kSums>>(params, config, stream);
+    }
+    return cudaErrorInvalidConfiguration;
+  }
   switch (config.tokens) {
     case 16:
-      return select(std::integral_constant<int, 16>{});
+      return launch_shape<Shape<X, kBits, 16, 2, kFlushes, kSums>>(params, config, stream);
     case 32:
-      return select(std::integral_constant<int, 32>{});
+      return launch_shape<Shape<X, kBits, 32, 2, kFlushes, kSums>>(params, config, stream);
     case 64:
-      return select(std::integral_constant<int, 64>{});
+      return launch_shape<Shape<X, kBits, 64, 2, kFlushes, kSums>>(params, config, stream);
     case 128:
-      return launch_shape<Shape<X, kBits, 128, 2, kFlushes>>(params, config, stream);
+      return launch_shape<Shape<X, kBits, 128, 2, kFlushes, kSums>>(params, config, stream);
     default:
       return cudaErrorInvalidValue;
   }
@@ -453,12 +627,24 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.args = args;
   params.cluster = config.cluster;
   params.log2_group_blocks = log2_group_blocks(args);
-  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
-  if (args.bits == 4) {
-    return small_groups ? launch_tokens<X, 4, 4>(params, config, stream)
-                        : launch_tokens<X, 4, 1>(params, config, stream);
+  const bool integers = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
+  const auto select_sums = [&](auto bits, auto flushes) {
+    return args.shift_mode == ShiftMode::kNone || integers
+               ? launch_tokens<X, bits.value, flushes.value, false>(params, config, stream)
+               : launch_tokens<X, bits.value, flushes.value, true>(params, config, stream);
+  };
+  const auto select_bits = [&](auto flushes) {
+    return args.bits == 4 ? select_sums(std::integral_constant<int, 4>{}, flushes)
+                          : select_sums(std::integral_constant<int, 8>{}, flushes);
+  };
+  switch (params.log2_group_blocks) {
+    case 0:
+      return select_bits(std::integral_constant<int, 4>{});
+    case 1:
+      return select_bits(std::integral_constant<int, 2>{});
+    default:
+      return select_bits(std::integral_constant<int, 1>{});
   }
-  return small_groups ? launch_tokens<X, 8, 4>(params, config, stream) : launch_tokens<X, 8, 1>(params, config, stream);
 }
 
 }  // namespace wonly::warpgroup

@@ -45,6 +45,24 @@ __device__ __forceinline__ void barrier_arrive_at_rank(uint64_t* barrier, int ra
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(barrier)), "r"(rank));
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address) : "memory");
 }
+// Sixteen bytes into the shared memory of another CTA of the cluster, where they count for a barrier at the same place
+// as `barrier` is here: whoever waits for that sees them, without a fence.
+__device__ __forceinline__ void store_async_at_rank(void* shared, const float4& v, uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .u32 to, counted;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 counted, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {%3, %4, %5, %6}, [counted];\n}\n" ::"r"(
+          shared_address(shared)),
+      "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)),
+      "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w))
+      : "memory");
+}
+// All threads of the cluster have come here; nothing of what they wrote.
+__device__ __forceinline__ void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");
+}
 // All threads of the cluster, with what they wrote before.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\n" ::: "memory");
@@ -97,6 +115,11 @@ __device__ __forceinline__ void tensor_copy_3d(void* shared, const CUtensorMap* 
           "r"(shared_address(shared)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
+}
+
+// Ahead of the first copy by it.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
 }
 
 // The same to several CTAs of the cluster, those of `ranks`: at the same place, and counted by the same barrier, of

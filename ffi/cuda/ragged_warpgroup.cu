@@ -6,7 +6,8 @@ namespace wonly::ragged_warpgroup {
 bool supports(const MatmulArgs& args) {
   MatmulArgs any = args;
   any.m = 1;
-  return warpgroup::supports(any);
+  const bool integer_zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
+  return warpgroup::supports(any) && (args.shift_mode == ShiftMode::kNone || integer_zeros);
 }
 
 cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {

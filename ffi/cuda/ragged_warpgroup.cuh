@@ -17,13 +17,13 @@ namespace wonly::ragged_warpgroup {
 using warpgroup::Convert;
 using warpgroup::kArrivals;
 using warpgroup::kBarrierBytes;
-using warpgroup::kRotation;
 using warpgroup::kStageK;
 using warpgroup::kStageSteps;
 using warpgroup::RingPosition;
 
 constexpr int kColumns = kTileRows;  // of a product
 constexpr int kCtaBytes = 227 << 10;
+constexpr int kRotation = 5;
 
 template <typename X_, int kBits_, bool kSmallGroups_>
 struct Shape {

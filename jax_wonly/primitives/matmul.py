@@ -176,6 +176,7 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
         scales.dtype,
         p.shift_mode if p.table is None else ShiftMode.TABLE,
         shift[0].dtype if shift else None,
+        groups=scales.shape[-2],
     )
 
 

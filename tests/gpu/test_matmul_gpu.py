@@ -49,6 +49,21 @@ def test_rows(rng, m, x_dtype, implementation):
         assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, m=m, mode=mode))
 
 
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_middling_rows(rng, bits, mode, x_dtype, group_size):
+    """No weight is rounded up to 128 rows, and groups may end within what a kernel takes at a time."""
+    k, n = {32: 1120, 64: 1216, 128: 1152, 256: 1280, None: 1000}[group_size], 272
+    scale_dtype = str(rng.choice(list(DTYPES)))
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
+    product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
+    for m in rng.choice([9, 16, 31, 48, 64, 100, 128], 3, replace=False).tolist():
+        x = random_x(rng, (m, k), x_dtype)
+        assert_product(product(x, weight.qt), x, weight)
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
