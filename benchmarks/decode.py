@@ -30,6 +30,7 @@ from flax import nnx
 
 import jax_wonly as jw
 import jax_wonly.nnx
+from jax_wonly._timing import short_name
 from jax_wonly.progress import progress
 
 ROOT = Path(__file__).parents[1]
@@ -180,7 +181,7 @@ def kernels(case: Case) -> list[dict]:
     found: dict[str, list[float]] = collections.defaultdict(list)
     for name, milliseconds in timings:
         # The same operation of another layer has another number.
-        found[re.sub(r"(_\d+)+$", "", re.sub(r"[<(].*", "", name).split("::")[-1])].append(1e3 * milliseconds)
+        found[re.sub(r"(_\d+)+$", "", short_name(name))].append(1e3 * milliseconds)
     rows = [
         {
             "kernel": name,

@@ -77,7 +77,7 @@ class Calls:
             raise RuntimeError("jax_wonly: calls differ in their number of kernels")
         for first in range(0, len(timings), kernels):
             self.times.append(1e3 * sum(time for _, time in timings[first : first + kernels]))
-        self.kernel = " + ".join(sorted({_short(name) for name, _ in timings[:kernels]}))
+        self.kernel = " + ".join(sorted({short_name(name) for name, _ in timings[:kernels]}))
 
     @property
     def us(self) -> float:
@@ -88,7 +88,7 @@ class Calls:
         return statistics.median(self.core_times)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A kernel's own name: without namespaces, template arguments and parameters, mangled or not."""
     if not name.startswith("_ZN"):
         return name.split("<")[0].split("(")[0].split("::")[-1].split(" ")[-1][:60]

@@ -25,6 +25,10 @@ def pytest_configure(config):
     # Before jax is imported, and inherited by the workers of pytest-xdist.
     if not _gpu_requested(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # Most programs run once: compiling them with all of XLA's optimizations takes a third of the tests' time.
+        if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+            quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault(_SEED, str(int.from_bytes(os.urandom(4), "little")))
     if getattr(config.option, "hypothesis_seed", None) is None:

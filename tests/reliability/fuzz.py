@@ -358,6 +358,8 @@ def check_each_bad_argument() -> dict[str, Any]:
 def _call_of(rng, target: str) -> tuple[list, list, dict[str, int]]:
     """Operands, results and attributes of a custom call that is sound."""
     batch, m, g, groups, n = (int(rng.integers(1, high)) for high in (3, 20, 80, 3, 140))
+    if groups > 1 and jax.default_backend() == "gpu":  # whose kernels take groups of certain sizes
+        g = 128 if target in (_abi.QUANTIZE_ACTIVATION, _abi.QUANTIZED_MATMUL) else int(rng.choice([32, 64, 128]))
     bits = int(rng.choice([4, 8]))
     k, shift_mode = g * groups, int(rng.integers(3))
     dtype, dtype2 = (DTYPES[str(rng.choice(sorted(DTYPES)))] for _ in range(2))
@@ -377,6 +379,20 @@ def _call_of(rng, target: str) -> tuple[list, list, dict[str, int]]:
         return [w], results, {"bits": bits, "group_size": g, "quantize_mode": mode}
     if target == _abi.DEQUANTIZE:
         return [qw, scales, *shift], [result(batch, k, n)], weights
+    if target in (_abi.QUANTIZE_ACTIVATION, _abi.QUANTIZED_MATMUL, _abi.STATIC_MATMUL):
+        padded = -(-k // 16) * 16
+        codes = rng.integers(-127, 128, (batch, m, padded)).astype(np.int8)
+        codes[..., k:] = 0
+        x_scales, sums = (rng.normal(0, 1, (batch, m, groups)).astype(t) for t in (np.float32, np.int32))
+        if target == _abi.QUANTIZE_ACTIVATION:
+            results = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (codes, x_scales, sums)]
+            return [rng.normal(0, 1, (m, k)).astype(dtype)], results, {}
+        if target == _abi.STATIC_MATMUL:
+            fused = rng.integers(-100, 100, n).astype(np.int32)
+            operands = [codes[0], qw[0], np.full(n, 1e-3, np.float32), fused]
+            return operands, [result(m, n, dtype=np.int8)], {"k": k, "bits": bits, "zero": 3, "low": -128, "high": 127}
+        flags = {"k": k, "has_bias": 0, "activation": int(rng.integers(5)), "has_sums": 1, "has_offsets": 0}
+        return [codes, x_scales, qw, scales, sums, *shift], [result(batch, m, n)], weights | flags
     transposed = target in (_abi.MATMUL_TRANSPOSED, _abi.RAGGED_MATMUL_TRANSPOSED)
     inputs, outputs = (n, k) if transposed else (k, n)
     epilogue = {} if transposed else {"has_bias": int(rng.integers(2)), "activation": int(rng.integers(5))}
