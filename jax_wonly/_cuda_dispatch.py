@@ -37,7 +37,7 @@ _TRANSPOSED_TOKENS_FLOAT32 = 256
 # Tokens of a tile of quantized activations, and microseconds of 128 inputs, with one scale for a row or with blocks.
 _QUANTIZED_TOKENS = 256
 _QUANTIZED_ROWS = 0.66
-_QUANTIZED_BLOCKS = 0.9
+_QUANTIZED_BLOCKS = 1.38
 
 
 @functools.cache
@@ -229,4 +229,5 @@ def use_quantized_kernel(
         return True
     waves = -(-batch * -(-m // _QUANTIZED_TOKENS) * -(-n // _TILE_OUTPUTS) // (_gpu()[1] // 2))
     us = 3 + waves * (-(-k // 128) * (_QUANTIZED_BLOCKS if blocks else _QUANTIZED_ROWS) + 2.5)
-    return us < min(estimate(m, k, n, batch, bits, scale_dtype, scale_dtype, shift_mode, shift_dtype))
+    dequantizing = 3 * batch * m * k / _MEMORY
+    return us < dequantizing + min(estimate(m, k, n, batch, bits, scale_dtype, scale_dtype, shift_mode, shift_dtype))
