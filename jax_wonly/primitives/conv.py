@@ -44,8 +44,8 @@ from jax_wonly.primitives.matmul_sharding import (
 conv_p = make_primitive("wonly_conv")
 PRODUCTS.add(conv_p)
 
-# Output pixels up to which a CPU gathers the inputs of every window for a packed product (measured, see
-# docs/convolution.md): the weights are read once, while XLA's convolution gathers float32 inputs of many pixels better.
+# Output pixels up to which a CPU gathers the inputs of every window for a packed product (measured on two
+# cores with AVX-512): the weights are read once, while XLA's convolution gathers float32 inputs of many pixels better.
 _GATHERED_PIXELS = 256
 _GATHERED_BYTES = 64 << 20  # what they may take where activations have 16 bits, whatever the number of pixels
 
