@@ -34,6 +34,11 @@
 //     where shift is neither none nor u8 zeros of 4 bits. Groups are 128 or 256 inputs, or 1. The same leading sizes.
 //   wonly_static_matmul_v1(codes s8[M, Kp], qw u32[Nt, Kt, 512], multiplier f32[N], fused s32[N]) -> y s8[M, N]
 //     As that; k, bits, zero, low, high: clamp(rint((codes @ (qw - 2^(bits - 1)) + fused) * multiplier) + zero).
+//   wonly_conv_v1(x[B, H, W, K], qw u32[T, Nt, Kt, 512], scales[T, G, N], (shift[T, G, N]), (bias[1, N]))
+//       -> y[B, H', W', N], scratch s32[S]
+//     bits, shift_mode, has_bias, activation; window s64[8]: height and width of the window, of which T is the product,
+//     of its strides, of the padding before the first pixel, and of the dilation of taps. CUDA alone. Scales
+//     are of x's type or f32, shift of x's type, and zeros also u8. Scratch, of any size, lets CTAs share inputs.
 //
 // x, w, y, dx, dy: f16, bf16 or f32. scales, bias: f16, bf16 or f32. shift: those (zeros or offsets), or u8 (integer
 // zeros). The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1)

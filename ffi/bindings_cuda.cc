@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "cuda/conv.h"
 #include "cuda/matmul.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/quantize.h"
@@ -154,6 +155,50 @@ ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   args.x_dtype = operands.x.type;
   args.y_dtype = operands.y.type;
   return launched("the transposed product", launch_matmul_transposed(args, stream));
+}
+
+ffi::Error convolution(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                       ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> scratch,
+                       int64_t bits, int64_t shift_mode, int64_t has_bias, int64_t activation,
+                       ffi::Span<const int64_t> window) {
+  ConvOperands operands;
+  WONLY_RETURN_IF_ERROR(check_conv(x, qw, scales, rest, *y, bits, shift_mode, has_bias, activation, window, operands));
+  WONLY_RETURN_IF_ERROR(check_type("scratch", *scratch, ffi::S32));
+  const WeightOperands& weights = operands.weights;
+  if (y->element_count() == 0) return ffi::Error::Success();
+  const int64_t pixels = operands.images * operands.out_height * operands.out_width;
+  WONLY_RETURN_IF_ERROR(check_sizes(operands.images, pixels, weights.k, weights.n, weights.groups));
+  WONLY_RETURN_IF_ERROR(check_sizes(1, operands.images * operands.height * operands.width, 1, 1, 1));
+  ConvArgs args{};
+  MatmulArgs& product = args.product;
+  set_weights(product, weights);
+  product.x = operands.x.data;
+  product.bias = operands.bias.data;
+  product.y = operands.y.data;
+  product.scratch = scratch->untyped_data();
+  product.scratch_bytes = static_cast<int64_t>(scratch->size_bytes());
+  product.batch = 1;
+  product.m = pixels;
+  product.x_dtype = operands.x.type;
+  product.bias_dtype = operands.bias.type;
+  product.y_dtype = operands.y.type;
+  product.has_bias = has_bias == 1;
+  product.activation = operands.activation;
+  args.images = static_cast<int>(operands.images);
+  args.height = static_cast<int>(operands.height);
+  args.width = static_cast<int>(operands.width);
+  args.out_height = static_cast<int>(operands.out_height);
+  args.out_width = static_cast<int>(operands.out_width);
+  args.window_height = static_cast<int>(operands.window[0]);
+  args.window_width = static_cast<int>(operands.window[1]);
+  args.stride_height = static_cast<int>(operands.strides[0]);
+  args.stride_width = static_cast<int>(operands.strides[1]);
+  args.low_height = static_cast<int>(operands.low[0]);
+  args.low_width = static_cast<int>(operands.low[1]);
+  args.dilation_height = static_cast<int>(operands.dilation[0]);
+  args.dilation_width = static_cast<int>(operands.dilation[1]);
+  if (!conv::supports(args)) return invalid("there is no CUDA kernel for this convolution");
+  return launched("the convolution", launch_conv(args, stream));
 }
 
 ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> qw,
@@ -401,6 +446,7 @@ using Stream = ffi::PlatformStream<cudaStream_t>;
 
 XLA_FFI_DEFINE_HANDLER(kMatmul, matmul, bind_matmul<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kRaggedMatmul, ragged_matmul, bind_ragged_matmul<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kConv, convolution, bind_conv<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMatmulTransposed, matmul_transposed, bind_matmul_transposed<Stream>(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kQuantize, quantize, bind_quantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
@@ -459,6 +505,7 @@ nb::dict registrations() {
   nb::dict targets;
   targets["wonly_matmul_v1"] = capsule(kMatmul);
   targets["wonly_ragged_matmul_v1"] = capsule(kRaggedMatmul);
+  targets["wonly_conv_v1"] = capsule(kConv);
   targets["wonly_matmul_transposed_v1"] = capsule(kMatmulTransposed);
   targets["wonly_quantize_v1"] = capsule(kQuantize);
   targets["wonly_dequantize_v1"] = capsule(kDequantize);

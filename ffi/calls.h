@@ -67,6 +67,15 @@ struct RaggedOperands {
   int64_t scratch_words = 0;
 };
 
+// y[images, out_height, out_width, n] of x[images, height, width, k]; a batch entry of the weights is a tap.
+struct ConvOperands {
+  Operand x, bias, y;
+  WeightOperands weights;
+  int64_t images = 0, height = 0, width = 0, out_height = 0, out_width = 0;
+  int64_t window[2] = {}, strides[2] = {}, low[2] = {}, dilation[2] = {};
+  Activation activation = Activation::kNone;
+};
+
 // qw[batch, Nt, Kt, 512], scales[batch, groups, n], (shift[batch, groups, n]) of w[batch, k, n]
 struct QuantizeOperands {
   Operand w, scales, shift;
@@ -97,6 +106,23 @@ auto bind_matmul() {
       .template Attr<int64_t>("shift_mode")
       .template Attr<int64_t>("has_bias")
       .template Attr<int64_t>("activation");
+}
+
+template <typename Context>
+auto bind_conv() {
+  return ffi::Ffi::Bind()
+      .Ctx<Context>()
+      .template Arg<ffi::AnyBuffer>()  // x
+      .template Arg<ffi::AnyBuffer>()  // qw
+      .template Arg<ffi::AnyBuffer>()  // scales
+      .RemainingArgs()                 // shift, bias
+      .template Ret<ffi::AnyBuffer>()  // y
+      .template Ret<ffi::AnyBuffer>()  // scratch
+      .template Attr<int64_t>("bits")
+      .template Attr<int64_t>("shift_mode")
+      .template Attr<int64_t>("has_bias")
+      .template Attr<int64_t>("activation")
+      .template Attr<ffi::Span<const int64_t>>("window");
 }
 
 template <typename Context>
@@ -331,6 +357,42 @@ inline ffi::Error check_matmul_transposed(const ffi::AnyBuffer& x, const ffi::An
   WONLY_RETURN_IF_ERROR(check_inputs("the result", k));
   WONLY_RETURN_IF_ERROR(check_operand("the result", y, out.batch, false, {out.m, k}, false, out.y));
   return check_weights(qw, scales, rest, bits, shift_mode, false, out.batch, k, n, out.weights);
+}
+
+inline ffi::Error check_conv(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
+                             const ffi::RemainingArgs& rest, const ffi::AnyBuffer& y, int64_t bits, int64_t shift_mode,
+                             int64_t has_bias, int64_t activation, ffi::Span<const int64_t> window, ConvOperands& out) {
+  constexpr int64_t kMost = int64_t{1} << 20;  // what sizes are computed of stays far from the end of int64
+  WONLY_RETURN_IF_ERROR(check_rank("x", x, 4));
+  WONLY_RETURN_IF_ERROR(check_rank("the result", y, 4));
+  if (window.size() != 8) return invalid("window has ", window.size(), " entries; accepted: 8");
+  for (size_t i = 0; i < 8; ++i) {
+    const bool low = i / 2 == 2;
+    if (window[i] < (low ? -kMost : 1) || window[i] > kMost) {
+      return invalid("window[", i, "] = ", window[i], "; accepted: ", low ? -kMost : 1, " to ", kMost);
+    }
+    (i / 2 == 0 ? out.window : i / 2 == 1 ? out.strides : low ? out.low : out.dilation)[i % 2] = window[i];
+  }
+  out.images = x.dimensions()[0];
+  out.height = x.dimensions()[1];
+  out.width = x.dimensions()[2];
+  out.out_height = y.dimensions()[1];
+  out.out_width = y.dimensions()[2];
+  const int64_t k = x.dimensions()[3], n = y.dimensions()[3], taps = out.window[0] * out.window[1];
+  WONLY_RETURN_IF_ERROR(check_operand("x", x, out.images, false, {out.height, out.width, k}, false, out.x));
+  WONLY_RETURN_IF_ERROR(check_inputs("x", k));
+  WONLY_RETURN_IF_ERROR(
+      check_operand("the result", y, out.images, false, {out.out_height, out.out_width, n}, false, out.y));
+  WONLY_RETURN_IF_ERROR(check_choice("has_bias", has_bias, 1));
+  WONLY_RETURN_IF_ERROR(check_choice("activation", activation, static_cast<int64_t>(Activation::kSilu)));
+  out.activation = static_cast<Activation>(activation);
+  WONLY_RETURN_IF_ERROR(check_weights(qw, scales, rest, bits, shift_mode, has_bias == 1, taps, k, n, out.weights));
+  if (qw.dimensions()[0] != taps || scales.dimensions()[0] != taps ||
+      (out.weights.shift.data != nullptr && taps > 1 && out.weights.shift.stride == 0)) {
+    return invalid("qw, scales or shift are not those of ", taps, " taps");
+  }
+  if (has_bias == 0) return ffi::Error::Success();
+  return check_operand("bias", *rest.get<ffi::AnyBuffer>(rest.size() - 1), 1, false, {n}, false, out.bias);
 }
 
 // Of both ragged products; the transposed one has neither bias nor activation.

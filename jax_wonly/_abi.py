@@ -11,6 +11,7 @@ RAGGED_MATMUL_TRANSPOSED = "wonly_ragged_matmul_transposed_v1"
 QUANTIZE_ACTIVATION = "wonly_quantize_activation_v1"
 QUANTIZED_MATMUL = "wonly_quantized_matmul_v1"
 STATIC_MATMUL = "wonly_static_matmul_v1"
+CONV = "wonly_conv_v1"
 
 TARGETS = (
     MATMUL,
@@ -22,6 +23,7 @@ TARGETS = (
     QUANTIZE_ACTIVATION,
     QUANTIZED_MATMUL,
     STATIC_MATMUL,
+    CONV,
 )
 
 
@@ -73,6 +75,15 @@ def matmul_scratch(batch: int, m: int, n: int) -> int:
         return 0
     tiles = batch * -(-m // least_tokens) * -(-n // tile)
     return 1024 + min(7 * tiles, 80) * tile * tile
+
+
+def conv_scratch(pixels: int, n: int) -> int:
+    """Words of scratch with which a convolution runs fastest on CUDA: counters, and the float32 sums of shared tiles.
+
+    As ``conv::launch`` asks for: no more than all multiprocessors' sums, nor than 15 shares of the result.
+    """
+    rows, outputs = -(-pixels // 256) * 256, -(-n // 256) * 256
+    return 1024 + min(15 * rows * outputs, 132 * 256 * 256)
 
 
 def ragged_scratch(rows, experts: int, ordered: int = 0):

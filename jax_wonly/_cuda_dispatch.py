@@ -5,6 +5,7 @@ much the same on other GPUs.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,12 @@ _TILED_COSTS = {256: 0.66, 192: 0.51, 128: 0.43}  # microseconds of a stage of 6
 _STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 _STREAM_FLOAT32 = 1.1e6
 STREAM_TOKENS = 16
+# CTAs of a cluster, pixels of its tile, and microseconds of a stage of the convolution's kernel.
+_CONV_STAGES = (
+    *((1, 64, 0.41), (1, 128, 0.47), (1, 192, 0.54), (1, 256, 0.64)),
+    *((2, 64, 0.47), (2, 128, 0.51), (2, 192, 0.56), (2, 256, 0.68)),
+)
+_CONV = 600e6  # operations per microsecond of XLA's convolution
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
 
 
@@ -190,6 +197,42 @@ def use_kernel(
         return True
     fused, dense = estimate(m, k, n, batch, bits, x_dtype, scale_dtype, shift_mode, shift_dtype, groups=groups)
     return fused <= dense
+
+
+def conv_kernel(x_dtype, k: int, sizes, results, window) -> bool:
+    """Whether there is a kernel for a convolution: ``conv::supports`` in ``ffi/cuda/conv.cu``."""
+    if not has_warpgroups() or jnp.dtype(x_dtype).itemsize != 2 or k % 8:
+        return False
+    for size, result, taps, stride, (low, _), dilation in zip(
+        sizes, results, window.size, window.strides, window.padding, window.rhs_dilation, strict=True
+    ):
+        high = (result - 1) * stride - low - (size - 1)
+        if stride > 8 or (taps - 1) * dilation > 255 or not -127 <= low <= 128 or not -128 <= high <= 127:
+            return False
+    return True
+
+
+def use_conv(pixels: int, k: int, n: int, taps: int, bits: int) -> bool:
+    """Whether the kernel is expected to be at least as fast as dequantized weights and XLA's convolution."""
+    kernel, dense = conv_estimate(pixels, k, n, taps, bits)
+    return kernel <= dense
+
+
+def conv_estimate(pixels: int, k: int, n: int, taps: int, bits: int) -> tuple[float, float]:
+    """Microseconds of a convolution: by the kernel (``choose`` in ``ffi/cuda/conv.cu``), and dequantized."""
+    stages = taps * -(-k // 64)
+    best = math.inf
+    for ctas, tile, stage in _CONV_STAGES:
+        clusters = _gpu()[1] // ctas
+        waves, rest = divmod(-(-pixels // tile) * -(-n // (128 * ctas)), clusters)
+        wave = stages * stage + 0.5
+        splits = range(2, min(16, stages // 3, clusters // max(rest, 1)) + 1)
+        shared = (stages * stage / split + 3.6 + split * 1.5 * tile / 256 for split in splits)
+        best = min(best, 2.8 + waves * wave + (min([wave, *shared]) if rest else 0.0))
+    weights = taps * k * n
+    # The weights are dequantized, and turned as cuDNN wants them.
+    dense = weights * (bits / 8 + 6) / _MEMORY + 2 + max(6.0, 2.0 * weights * pixels / _CONV)
+    return best, dense
 
 
 def transposed_kernel(m, n: int, x_dtype) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from jax_wonly import _abi, _cuda_dispatch, _ffi, static
 from jax_wonly._activation import quantize_activation
+from jax_wonly._conv import conv_general_dilated
 from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._explain import explain
 from jax_wonly._format import bias_of, pack, unpack
@@ -213,6 +214,35 @@ def _matmul_transposed(rng, platform: str) -> Iterator[Case]:
         yield Case(f"[{m}, {n}], {_scheme_text(bits, size, mode, dtype)}", gradient, (dy, weight.qt), check)
 
 
+def _conv(rng, platform: str) -> Iterator[Case]:
+    for bits, mode, dtype, size, k, n, strides, activation in (
+        (4, "symmetric", "bfloat16", 64, 128, 70, (1, 1), None),
+        (8, "offsets", "float16", None, 72, 130, (2, 1), "relu6"),
+        (4, "integer_zeros", "bfloat16", 32, 64, 256, (1, 2), "silu"),
+    ):
+        weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype, lead=(3, 3))
+        x = _x(rng, (2, 7, 9, k), dtype)
+
+        def check(y, x=x, weight=weight, strides=strides, activation=activation, dtype=dtype):
+            padded = np.pad(x.astype(np.float64), ((0, 0), (1, 1), (1, 1), (0, 0)))
+            rows, columns = y.shape[1] * strides[0], y.shape[2] * strides[1]
+            taps = [padded[:, i : i + rows : strides[0], j : j + columns : strides[1]] for i, j in np.ndindex(3, 3)]
+            x64 = np.concatenate([tap[:, : y.shape[1], : y.shape[2]] for tap in taps], -1)
+            dense, magnitude = (a.reshape(-1, y.shape[-1]) for a in weight.dense())
+            exact = x64 @ dense
+            bound = _product_bound(x64, dense, magnitude, exact, dtype, rounded_weights=True)
+            exact = _activate(exact, activation)
+            return _ratio(np.abs(y.astype(np.float64) - exact), bound + 4e-6 * (1 + np.abs(exact)))
+
+        def product(x, qt, strides=strides, activation=activation):
+            return conv_general_dilated(
+                x, qt, strides, ((1, 1), (1, 1)), activation=activation, implementation=platform
+            )
+
+        what = f"[2, 7, 9, {k}] * [3, 3, {k}, {n}], {_scheme_text(bits, size, mode, dtype)}, {activation}"
+        yield Case(what, product, (x, weight.qt), check)
+
+
 def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
     experts, rows, k, n = 4, 23, 256, 72
     for i, (bits, mode, dtype, size) in enumerate(itertools.islice(_schemes(platform), 0, None, 4)):
@@ -392,6 +422,7 @@ def _check_conversion(name: str, words: np.ndarray, out: np.ndarray) -> float:
 CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
     _abi.MATMUL: _matmul,
     _abi.MATMUL_TRANSPOSED: _matmul_transposed,
+    _abi.CONV: _conv,
     _abi.RAGGED_MATMUL: lambda rng, platform: _ragged(rng, platform, False),
     _abi.RAGGED_MATMUL_TRANSPOSED: lambda rng, platform: _ragged(rng, platform, True),
     _abi.QUANTIZE: _quantize,

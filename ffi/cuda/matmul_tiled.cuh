@@ -9,40 +9,41 @@
 
 namespace wonly::tiled {
 
-struct Waves {
+struct Waves : Rows {
   struct Params {
     int tokens;                     // of a tile
-    int token_tiles, output_tiles;  // the latter of kTileOutputs
+    int stages;                     // of a tile
+    int token_tiles, output_tiles;  // the latter of a cluster's outputs
     int waves, rest, splits;        // rest: tiles of the last wave
     uint32_t* arrived;              // [rest, kCluster, kWarpgroups], zero at the start
-    float4* partial;                // [rest, splits - 1, kCluster, kWarpgroups, kTileTokens / 8, 128]
+    float4* partial;                // [rest, splits - 1, kCluster, kWarpgroups, tokens / 8, 128]
   };
   static constexpr bool kFloat32Scales = false;
   static constexpr int kMostSharedBytes = 0;
 
   const Params& params;
   const MatmulArgs& args;
-  int rank, cluster, clusters;
+  int cta_count, rank, cluster, clusters;
 
-  __device__ Waves(const Params& params, const MatmulArgs& args, uint8_t*)
+  __device__ Waves(const Params& params, const MatmulArgs& args, uint8_t*, int ctas = kCluster)
       : params(params),
         args(args),
-        rank(blockIdx.x % kCluster),
-        cluster(blockIdx.x / kCluster),
-        clusters(gridDim.x / kCluster) {}
+        cta_count(ctas),
+        rank(blockIdx.x % ctas),
+        cluster(blockIdx.x / ctas),
+        clusters(gridDim.x / ctas) {}
 
   __device__ int64_t count() const { return params.waves + (cluster < params.rest * params.splits ? 1 : 0); }
 
   __device__ Tile tile(int64_t wave) const {
-    const int stages = static_cast<int>(ceil_div(args.k, kStageK));
     Tile tile{};
-    tile.end_stage = stages;
+    tile.end_stage = params.stages;
     int index = static_cast<int>(wave) * clusters + cluster;
     if (wave == params.waves) {
       tile.rest = cluster % params.rest;
       tile.split = cluster / params.rest;
-      tile.first_stage = stages * tile.split / params.splits;
-      tile.end_stage = stages * (tile.split + 1) / params.splits;
+      tile.first_stage = params.stages * tile.split / params.splits;
+      tile.end_stage = params.stages * (tile.split + 1) / params.splits;
       index += tile.rest - cluster;
     }
     const int of_batch = params.token_tiles * params.output_tiles;
@@ -50,19 +51,20 @@ struct Waves {
     tile.weights = index / of_batch;
     tile.first = place.row * params.tokens;
     tile.rows = static_cast<int>(min(args.m - tile.first, int64_t{params.tokens}));
-    tile.n0 = (static_cast<int64_t>(place.column) * kCluster + rank) * kOutputs;
+    tile.n0 = (static_cast<int64_t>(place.column) * cta_count + rank) * kOutputs;
     return tile;
   }
 
   template <typename Sync, int kSums>
   __device__ bool gather(const Tile& tile, int warpgroup, Sync&& sync, float (&sums)[kSums]) const {
-    if (tile.end_stage - tile.first_stage == static_cast<int>(ceil_div(args.k, kStageK))) return true;
+    if (tile.end_stage - tile.first_stage == params.stages) return true;
     const int thread = threadIdx.x % 128;
-    uint32_t* const arrived = params.arrived + (tile.rest * kCluster + rank) * kWarpgroups + warpgroup;
+    uint32_t* const arrived = params.arrived + (tile.rest * cta_count + rank) * kWarpgroups + warpgroup;
     const auto partial_of = [&](int split) {
       const int64_t slice =
-          ((static_cast<int64_t>(tile.rest) * (params.splits - 1) + split) * kCluster + rank) * kWarpgroups + warpgroup;
-      return params.partial + slice * (kTileTokens / 8 * 128) + thread;
+          ((static_cast<int64_t>(tile.rest) * (params.splits - 1) + split) * cta_count + rank) * kWarpgroups +
+          warpgroup;
+      return params.partial + slice * (params.tokens / 8 * 128) + thread;
     };
     if (tile.split < params.splits - 1) {
       float4* to = partial_of(tile.split);
@@ -105,6 +107,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.log2_group_blocks = log2_group_blocks(args);
   Waves::Params& walk = params.source;
   walk.tokens = config.tokens;
+  walk.stages = static_cast<int>(ceil_div(args.k, kStageK));
   walk.token_tiles = static_cast<int>(ceil_div(args.m, config.tokens));
   walk.output_tiles = static_cast<int>(ceil_div(args.n, kTileOutputs));
   const int64_t tiles = args.batch * walk.token_tiles * walk.output_tiles;

@@ -133,6 +133,19 @@ __device__ __forceinline__ void tensor_copy_3d_multicast(void* shared, const CUt
       : "memory");
 }
 
+// Successive pixels of a convolution's result, at one tap: 64 inputs from `channel` on of the pixels of x that they
+// meet, the first at (x, y) of `image`, moved by (column, row); zeros where those lie outside of the image.
+__device__ __forceinline__ void tensor_copy_pixels_multicast(void* shared, const CUtensorMap* map, int channel, int x,
+                                                             int y, int image, uint16_t column, uint16_t row,
+                                                             uint64_t* barrier, uint16_t ranks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], {%7, %8}, %9;\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(channel), "r"(x), "r"(y), "r"(image), "r"(shared_address(barrier)), "h"(column), "h"(row),
+      "h"(ranks)
+      : "memory");
+}
+
 // Moves registers between warpgroups: every warp of the warpgroup executes it.
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {

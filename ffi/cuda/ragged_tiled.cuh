@@ -16,7 +16,7 @@ using tiled::kStageK;
 using tiled::Tile;
 static_assert(kTileRows == tiled::kTileRows);
 
-struct Spans {
+struct Spans : tiled::Rows {
   struct Params {
     ragged::Work work;
     int output_tiles;  // of kCluster * kOutputs

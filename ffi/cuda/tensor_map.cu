@@ -6,24 +6,23 @@
 namespace wonly {
 namespace {
 
-// The driver's function, looked up through the runtime so that the module does not link to the driver's library.
-PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
-  static const auto function = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &found);
-    return error == cudaSuccess && found == cudaDriverEntryPointSuccess
-               ? reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(address)
-               : nullptr;
-  }();
-  return function;
+// A function of the driver, looked up through the runtime so that the module does not link to the driver's library.
+template <typename Function>
+Function driver_function(const char* name) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found);
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(address) : nullptr;
+}
+
+CUtensorMapDataType data_type(const MatmulArgs& args) {
+  return args.x_dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
 // x[batch, m, k] of `size` bytes an element in boxes of `tokens` x 128 bytes.
 cudaError_t describe(const MatmulArgs& args, int64_t k, CUtensorMapDataType type, int size, int tokens,
                      CUtensorMap* map) {
-  const auto encode = encode_function();
+  static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(args.m),
                                static_cast<cuuint64_t>(args.x_batch_stride == 0 ? 1 : args.batch)};
@@ -39,12 +38,32 @@ cudaError_t describe(const MatmulArgs& args, int64_t k, CUtensorMapDataType type
 }  // namespace
 
 cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map) {
-  const auto type = args.x_dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return describe(args, args.k, type, 2, tokens, map);
+  return describe(args, args.k, data_type(args), 2, tokens, map);
 }
 
 cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtensorMap* map) {
   return describe(args, k, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tokens, map);
+}
+
+cudaError_t describe_pixels(const ConvArgs& args, int pixels, CUtensorMap* map) {
+  static const auto encode = driver_function<PFN_cuTensorMapEncodeIm2col_v12000>("cuTensorMapEncodeIm2col");
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const auto k = static_cast<cuuint64_t>(args.product.k), width = static_cast<cuuint64_t>(args.width),
+             height = static_cast<cuuint64_t>(args.height);
+  const cuuint64_t sizes[4] = {k, width, height, static_cast<cuuint64_t>(args.images)};
+  const cuuint64_t strides[3] = {k * 2, k * width * 2, k * width * height * 2};
+  // Where the first tap of a window may be: from -low on, as far as the result has pixels. Upper corners count from the
+  // last pixel of an image.
+  const int lower[2] = {-args.low_width, -args.low_height};
+  const int upper[2] = {(args.out_width - 1) * args.stride_width - args.low_width - (args.width - 1),
+                        (args.out_height - 1) * args.stride_height - args.low_height - (args.height - 1)};
+  const cuuint32_t element_strides[4] = {1, static_cast<cuuint32_t>(args.stride_width),
+                                         static_cast<cuuint32_t>(args.stride_height), 1};
+  const CUresult result =
+      encode(map, data_type(args.product), 4, const_cast<void*>(args.product.x), sizes, strides, lower, upper, 64,
+             static_cast<cuuint32_t>(pixels), element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 }  // namespace wonly

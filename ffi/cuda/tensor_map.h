@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "cuda/conv.h"
 #include "cuda/matmul.h"
 
 namespace wonly {
@@ -13,5 +14,9 @@ cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap
 
 // The codes of activations [batch, m, k], a byte each, in boxes of `tokens` x 128 inputs; `k` is a multiple of 16.
 cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtensorMap* map);
+
+// The 16-bit images of a convolution as what its windows meet: `pixels` x 64 inputs at a time, from a pixel on in the
+// order of the result's pixels, swizzled and with zeros as above.
+cudaError_t describe_pixels(const ConvArgs& args, int pixels, CUtensorMap* map);
 
 }  // namespace wonly

@@ -6,7 +6,8 @@
 // warpgroups of 64 outputs turn their codes into weights of the activations' type (rounded once, as a dequantized
 // weight is) while the tensor cores work on the stage before. CTAs stay and walk over the tiles. Sums are in float32.
 //
-// Which rows and weights make a tile is the business of a `Source` (matmul_tiled.cuh, ragged_tiled.cuh):
+// Which rows and weights make a tile is the business of a `Source` (matmul_tiled.cuh, ragged_tiled.cuh, conv.cuh),
+// which inherits from `Rows` what it does not say otherwise:
 //   struct Params                         what the host gives it
 //   kFloat32Scales                        whether scales and shifts may be float32
 //   kMostSharedBytes                      of its own shared memory, which begins at `shared`
@@ -59,6 +60,33 @@ struct Tile {
   int rows;
   int first_stage, end_stage;
   int rest, split;  // of a tile that several clusters share
+};
+
+// What most sources have in common: rows that follow each other in memory, and one weight for all inputs.
+struct Rows {
+  // A stage of a tile: which tap of the weights, and which 64 inputs of it.
+  struct Walk {
+    int tap, stage;
+    __device__ void next() { ++stage; }
+  };
+
+  __device__ static constexpr int ctas() { return kCluster; }  // of a cluster
+  __device__ static constexpr int taps() { return 1; }
+  // Rows that are multiplied for a tile: 64, 128, 192 or 256.
+  __device__ static int columns(const Tile& tile) {
+    return tile.rows <= 64 ? 64 : tile.rows <= 128 ? 128 : tile.rows <= 192 ? 192 : kTileRows;
+  }
+  // The walk of the CTA `rank` over a tile, from its first stage on.
+  __device__ static Walk walk(const Tile& tile, int) { return {0, tile.first_stage}; }
+  // Copies the inputs of a stage: this CTA's share of the rows, to all of the cluster.
+  __device__ static void copy(uint8_t* to, const CUtensorMap* map, const Tile& tile, const Walk& walk, int x_batch,
+                              int rank, uint64_t* barrier) {
+    const int share = columns(tile) / kCluster;
+    for (int row = rank * share; row < (rank + 1) * share; row += kBoxRows) {
+      ptx::tensor_copy_3d_multicast(to + row * kStageK * 2, map, walk.stage * kStageK, tile.first + row, x_batch,
+                                    barrier, (1 << kCluster) - 1);
+    }
+  }
 };
 
 // Where tile `index` of a matrix of tiles lies: rows of tiles that are walked together share their activations' cache
@@ -185,18 +213,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // known to be uniform
   const int lane = threadIdx.x % 32;
 
+  const Source source(params.source, args, shared + S::kSourceAt);
+  const int ctas = source.ctas(), rank = blockIdx.x % ctas;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + i, 1 + kAffineWarps);
-      ptx::barrier_init(empty + i, kCluster * kWarpgroups * 4);
+      ptx::barrier_init(empty + i, ctas * kWarpgroups * 4);
     }
     ptx::barrier_init_fence();
   }
-  const int rank = blockIdx.x % kCluster;
-  const Source source(params.source, args, shared + S::kSourceAt);
   ptx::cluster_sync();  // the other CTA's copies and arrivals come to these barriers
   const int64_t count = source.count();
-  const auto columns_of = [](int rows) { return rows <= 64 ? 64 : rows <= 128 ? 128 : rows <= 192 ? 192 : kTileRows; };
   warpgroup::RingPosition<S::kStages> at;
 
   if (warp >= kWarpgroups * 4) {
@@ -207,22 +234,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int64_t index = 0; index < count; ++index) {
         const Tile tile = source.tile(index);
         if (tile.weights < 0) continue;
-        const int columns = columns_of(tile.rows), x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
+        const int x_bytes = source.columns(tile) * kStageK * 2, x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
         const uint32_t* words = args.qw + tile.weights * args.qw_batch_stride + tile.n0 / kTileN * k_tiles * kTileWords;
         const int strips = static_cast<int>(max(min(n_tiles - tile.n0 / kTileN, int64_t{kWarpgroups}), int64_t{0}));
-        for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, at.advance()) {
+        auto walk = source.walk(tile, rank);
+        for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), at.advance()) {
           ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
           if (!ptx::elect_one()) continue;
           uint8_t* to = ring + at.slot * S::kStageBytes;
-          const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
-          ptx::barrier_expect(full + at.slot, columns * kStageK * 2 + strips * tile_bytes);
-          for (int row = rank * (columns / kCluster); row < (rank + 1) * (columns / kCluster); row += kBoxRows) {
-            ptx::tensor_copy_3d_multicast(to + row * kStageK * 2, &x_map, stage * kStageK, tile.first + row, x_batch,
-                                          full + at.slot, (1 << kCluster) - 1);
-          }
+          const int tile_bytes = min(S::kTiles, k_tiles - walk.stage * S::kTiles) * kTileBytes;
+          ptx::barrier_expect(full + at.slot, x_bytes + strips * tile_bytes);
+          source.copy(to, &x_map, tile, walk, x_batch, rank, full + at.slot);
           for (int i = 0; i < strips; ++i) {
-            ptx::bulk_copy(to + S::kXBytes + i * S::kWeightBytes,
-                           words + (static_cast<int64_t>(i) * k_tiles + stage * S::kTiles) * kTileWords, tile_bytes,
+            const int64_t packed = (walk.tap * n_tiles + i) * k_tiles + walk.stage * S::kTiles;
+            ptx::bulk_copy(to + S::kXBytes + i * S::kWeightBytes, words + packed * kTileWords, tile_bytes,
                            full + at.slot);
           }
         }
@@ -239,7 +264,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int64_t index = 0; index < count; ++index) {
           const Tile tile = source.tile(index);
           if (tile.weights < 0) continue;
-          int next = params.log2_group_blocks < 0 ? 0 : 2 * tile.first_stage >> params.log2_group_blocks;
+          auto walk = source.walk(tile, rank);
+          const auto group_of_tap = [&] {
+            return params.log2_group_blocks < 0 ? 0 : 2 * walk.stage >> params.log2_group_blocks;
+          };
+          int of_tap = group_of_tap(), next = walk.tap * groups + of_tap;
           const Scale* scales[2];
           const Shift* shifts[2];
 #pragma unroll
@@ -253,30 +282,32 @@ __global__ void __launch_bounds__(kThreads, 1)
           Scale scale[2][2];
           Shift shift[2][2];
           const auto fetch = [&] {
-            if (next >= groups) return;
+            if (next >= source.taps() * groups) return;
+            const int fetched = min(sets, groups - of_tap);
 #pragma unroll
             for (int set = 0; set < 2; ++set) {
               if (set >= sets) break;
-              const int64_t from = set == 1 && next + 1 < groups ? args.n : 0;
+              const int64_t from = set < fetched ? set * args.n : 0;
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
                 scale[set][i] = scales[i][from];
                 if constexpr (kShift) shift[set][i] = shifts[i][from];
               }
             }
-            next += sets;
+            next += fetched;
+            of_tap = of_tap + fetched == groups ? 0 : of_tap + fetched;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              scales[i] += sets * args.n;
-              if constexpr (kShift) shifts[i] += sets * args.n;
+              scales[i] += fetched * args.n;
+              if constexpr (kShift) shifts[i] += fetched * args.n;
             }
           };
           fetch();
           Affine affine[2];
-          for (int stage = tile.first_stage, made = -1; stage < tile.end_stage; ++stage, at.advance()) {
+          for (int stage = tile.first_stage, made = -1; stage < tile.end_stage; ++stage, walk.next(), at.advance()) {
             ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
             Affine* to = reinterpret_cast<Affine*>(ring + at.slot * S::kStageBytes + S::kAffineAt) + first;
-            const int group = params.log2_group_blocks < 0 ? 0 : 2 * stage >> params.log2_group_blocks;
+            const int group = walk.tap * groups + group_of_tap();
 #pragma unroll
             for (int set = 0; set < 2; ++set) {
               if (set >= sets) break;
@@ -366,7 +397,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       };
       const auto release = [&](int slot) {  // to both producers, which fill this CTA's slot together
         __syncwarp();
-        if (lane < kCluster) ptx::barrier_arrive_at_rank(empty + slot, lane);
+        if (lane < ctas) ptx::barrier_arrive_at_rank(empty + slot, lane);
       };
       // All that is needed to convert the codes of the stage that comes next.
       const auto prepare = [&] {
@@ -481,11 +512,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         continue;
       }
-      if (columns_of(tile.rows) == 64) {
+      const int columns = source.columns(tile);
+      if (columns == 64) {
         run(tile, std::integral_constant<int, 64>{});
-      } else if (columns_of(tile.rows) == 128) {
+      } else if (columns == 128) {
         run(tile, std::integral_constant<int, 128>{});
-      } else if (columns_of(tile.rows) == 192) {
+      } else if (columns == 192) {
         run(tile, std::integral_constant<int, 192>{});
       } else {
         run(tile, std::integral_constant<int, kTileRows>{});

@@ -16,12 +16,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.ffi
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import ArrayMapping
 from jax.interpreters import ad, batching
 
-from jax_wonly import _ffi
+from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, ShiftMode
 from jax_wonly._format import tile_k
 from jax_wonly._table import Table
@@ -160,7 +162,75 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
     p = params
     if platform == "cpu" and _gathers(x, scales, p):
         return _gathered(x, qw, scales, *rest, p=p, platform=platform)
+    if platform == "cuda" and _prefers_kernel(x, scales, split_rest(rest, p.shift_mode)[0], p):
+        return _kernel(x, qw, scales, *rest, p=p)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p, platform=platform)
+
+
+def _prefers_kernel(x, scales, shift, p: Params) -> bool:
+    """Whether the CUDA kernel runs, or the weights are dequantized for XLA's convolution."""
+    if p.implementation == "dequantize":
+        return False
+    from jax_wonly import _cuda_dispatch
+
+    shape, window = _result_shape(x, scales, p), p.window
+    sizes = (*x.shape, *shape)
+    fits = (
+        len(window.size) in (1, 2)
+        and all(isinstance(size, int) for size in sizes)
+        and set(window.lhs_dilation) == {1}
+        and p.feature_groups == 1
+        and p.table is None
+        # The kernel rounds zeros and offsets to the type of x.
+        and (not shift or shift[0].dtype in (jnp.uint8, x.dtype))
+        and _cuda_dispatch.conv_kernel(x.dtype, p.k, x.shape[1:-1], shape[1:-1], window)
+    )
+    if p.implementation == "cuda":
+        if not fits:
+            raise ValueError(
+                "jax_wonly: implementation='cuda' has no kernel for this convolution; accepted: 16-bit x with one or "
+                "two spatial axes and K a multiple of 8, no lhs_dilation, groups of features or table, zeros and "
+                "offsets of the type of x, strides up to 8, windows and paddings of less than 128 pixels, on sm_90; or "
+                "None."
+            )
+        return True
+    return fits and _cuda_dispatch.use_conv(math.prod(shape[:-1]), p.k, shape[-1], window.taps, p.bits)
+
+
+def _kernel(x, qw, scales, *rest, p: Params) -> jax.Array:
+    """The custom call, which has two spatial axes."""
+    shift, bias = split_rest(rest, p.shift_mode)
+    dtype = p.out_dtype if p.out_dtype in (x.dtype, jnp.float32) else jnp.dtype(jnp.float32)
+    shape, window = _result_shape(x, scales, p), p.window
+    one = len(window.size) == 1
+    wide = (shape[0], 1, *shape[1:]) if one else shape
+    low = tuple(low for low, _ in window.padding)
+    numbers = [
+        value
+        for values, missing in ((window.size, 1), (window.strides, 1), (low, 0), (window.rhs_dilation, 1))
+        for value in ((missing, *values) if one else values)
+    ]
+    results = (
+        jax.ShapeDtypeStruct(wide, dtype),
+        jax.ShapeDtypeStruct((_abi.conv_scratch(math.prod(shape[:-1]), shape[-1]),), jnp.int32),
+    )
+
+    def of_taps(a):
+        a = a if a.dtype in (x.dtype, jnp.float32, jnp.uint8) else a.astype(jnp.float32)
+        return jnp.broadcast_to(a, (window.taps, *a.shape[1:]))
+
+    y, _ = jax.ffi.ffi_call(_abi.CONV, results)(
+        x[:, None] if one else x,
+        qw,
+        *map(of_taps, (scales, *shift)),
+        *(b[None] for b in bias),
+        bits=np.int64(p.bits),
+        shift_mode=np.int64(p.shift_mode),
+        has_bias=np.int64(p.has_bias),
+        activation=np.int64(p.activation),
+        window=np.array(numbers, np.int64),
+    )
+    return y.reshape(shape).astype(p.out_dtype)
 
 
 def _shared_group(k: int, groups: int) -> int | None:

@@ -1,0 +1,129 @@
+"""Times quantized convolutions on a GPU beside dense ones of the same process, into one result file.
+
+    python benchmarks/conv.py [--suite resnet unet] [--batch N ...] [--output FILE] [--append]
+
+Square images in bfloat16, channels last, weights int4 in groups of 64, "SAME" padding. Kernel time is CUPTI's: all
+kernels of a call together, the median over calls that rotate through weights of more than four times the L2 (or 24 of
+them, where they are small); all functions take turns. Microseconds:
+
+- ``us``: ``jax_wonly.conv_general_dilated`` as it chooses;
+- ``kernel_us``, ``dequantize_us``: with ``implementation="cuda"`` and ``"dequantize"``;
+- ``dense_us``: ``jax.lax.conv_general_dilated`` of bfloat16 weights that lie as cuDNN wants them (outputs first), which
+  saves it a transposition.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from _common import require_gpu, save
+
+import jax_wonly as jw
+from jax_wonly._timing import Calls, copies_of
+from jax_wonly.progress import progress
+
+RESULTS = Path(__file__).parent / "results" / "h100-conv.json"
+# (size of the image, inputs, outputs, window, stride)
+SUITES = {
+    "resnet": [
+        (56, 64, 64, 3, 1),
+        (28, 128, 128, 3, 1),
+        (28, 256, 256, 3, 2),
+        (14, 256, 256, 3, 1),
+        (7, 512, 512, 3, 1),
+    ],
+    "unet": [
+        (64, 320, 320, 3, 1),
+        (32, 640, 640, 3, 1),
+        (16, 1280, 1280, 3, 1),
+        (16, 2560, 1280, 3, 1),
+        (8, 1280, 1280, 3, 1),
+    ],
+}
+BATCHES = (1, 8, 32)
+GROUP_SIZE = 64
+FEW = 24  # weights that take turns at most: smaller ones stay in the cache in a model too
+IDENTITY = ("suite", "size", "inputs", "outputs", "window", "stride", "batch")
+
+
+def measure(size: int, inputs: int, outputs: int, window: int, stride: int, batch: int, rounds: int, calls: int):
+    shape, strides = (window, window, inputs, outputs), (stride, stride)
+    count = min(FEW, copies_of(window**2 * inputs * outputs // 2))
+    key = jax.random.key(size)
+
+    @jax.jit
+    def draw(i):
+        w = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16) * (window**2 * inputs) ** -0.5
+        return jw.quantize(w, group_size=GROUP_SIZE), w.transpose(3, 0, 1, 2)
+
+    weights = [draw(i) for i in range(count)]
+    x = jax.random.normal(key, (batch, size, size, inputs), jnp.bfloat16)
+
+    def ours(implementation):
+        return lambda x, qt: jw.conv_general_dilated(x, qt, strides, "SAME", implementation=implementation)
+
+    def dense(x, w):
+        return jax.lax.conv_general_dilated(x, w, strides, "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"))
+
+    operands = [(x, qt) for qt, _ in weights]
+    running = {
+        "kernel_us": Calls(ours("cuda"), operands),
+        "dequantize_us": Calls(ours("dequantize"), operands),
+        "dense_us": Calls(dense, [(x, w) for _, w in weights]),
+    }
+    # What is chosen is one of these programs.
+    chosen, text = "dequantize_us", jax.jit(ours(None)).lower(*operands[0]).as_text()
+    if "wonly_conv" in text:
+        chosen = "kernel_us"
+    for _ in range(rounds):
+        for timer in running.values():
+            timer.measure(calls)
+    times = {name: round(timer.us, 2) for name, timer in running.items()}
+    operations = 2 * running[chosen].run().size * window**2 * inputs
+    return {
+        "us": times[chosen],
+        **times,
+        "ratio": round(times["dense_us"] / times[chosen], 3),
+        "tflops": round(operations / times[chosen] * 1e-6, 1),
+        "kernel": running[chosen].kernel,
+        "dense_kernel": running["dense_us"].kernel,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to measure (default: all)"
+    )
+    parser.add_argument("--batch", nargs="+", type=int, default=BATCHES, help="images (default: 1 8 32)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=15, help="calls in a turn (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
+    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    args = parser.parse_args()
+    require_gpu("conv.py")
+
+    rows: dict[tuple, dict] = {}
+    if args.append and args.output.is_file():
+        rows = {tuple(row[i] for i in IDENTITY): row for row in json.loads(args.output.read_text())["rows"]}
+    cases = [(suite, batch, *shape) for suite in args.suite for batch in args.batch for shape in SUITES[suite]]
+    for suite, batch, *shape in progress(cases, label="convolutions"):
+        row = dict(zip(IDENTITY, (suite, *shape, batch), strict=True)) | {"bits": 4, "group_size": GROUP_SIZE}
+        row |= measure(*shape, batch, args.rounds, args.calls)
+        rows[tuple(row[i] for i in IDENTITY)] = row
+        save(args.output, list(rows.values()), args.commit)
+    for row in rows.values():
+        print(
+            f"{row['suite']:6} {row['batch']:3} x {row['size']:2}^2 {row['inputs']:4} -> {row['outputs']:4} "
+            f"{row['window']}x{row['window']} /{row['stride']}: {row['us']:8.2f} us, kernel {row['kernel_us']:8.2f}, "
+            f"dequantize {row['dequantize_us']:8.2f}, dense {row['dense_us']:8.2f}  {row['ratio']:6.3f}x  "
+            f"{row['kernel']}"
+        )
+    print(f"written to {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+#include "cuda/conv.cuh"
+
+namespace wonly::conv {
+
+cudaError_t launch_bf16(const ConvArgs& args, const Config& config, int multiprocessors, cudaStream_t stream) {
+  return launch_typed<__nv_bfloat16>(args, config, multiprocessors, stream);
+}
+
+}  // namespace wonly::conv

@@ -1,0 +1,109 @@
+"""Convolutions on a GPU: the kernel, and dequantized weights with XLA's convolution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_cases import check_conv
+from reference import MODES, random_weight, random_x
+
+import jax_wonly as jw
+
+pytestmark = pytest.mark.gpu
+
+GEOMETRIES = {
+    "3x3": {"sizes": (9, 11), "window": (3, 3)},
+    "strides": {"sizes": (9, 18), "window": (3, 2), "strides": (2, 3), "padding": "VALID"},
+    "dilated": {"sizes": (9, 14), "window": (3, 3), "rhs_dilation": (2, 3), "padding": ((3, 1), (0, 4))},
+    "cropped": {"sizes": (9, 8), "window": (3, 3), "padding": ((-2, 0), (1, -1))},
+    "large": {"sizes": (12, 13), "window": (7, 7), "strides": (2, 2)},
+    "1d": {"sizes": (40,), "window": (5,), "strides": (2,)},
+    "few inputs": {"sizes": (7, 7), "window": (3, 3), "k": 8},
+    "odd inputs": {"sizes": (7, 7), "window": (3, 3), "k": 72},
+    "many": {"sizes": (33, 40), "window": (3, 3), "k": 320, "group_size": 64, "n": 257, "images": 1},
+    "shared inputs": {"sizes": (7, 7), "window": (3, 3), "k": 512, "group_size": 128, "n": 512, "images": 1},
+}
+
+
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_kernel(rng, geometry, x_dtype):
+    case = GEOMETRIES[geometry]
+    check_conv(rng, **case, x_dtype=x_dtype, implementation="cuda", rounded_weights=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_schemes(rng, bits, mode):
+    for k, group_size in [(64, 32), (128, 64), (320, None), (512, 256)]:
+        for x_dtype, scale_dtype in [("bfloat16", "bfloat16"), ("float16", "float32")]:
+            if mode in ("float_zeros", "offsets"):  # for which the kernel wants the type of x
+                scale_dtype = x_dtype
+            check_conv(
+                rng,
+                sizes=(5, 9),
+                window=(3, 3),
+                k=k,
+                bits=bits,
+                group_size=group_size,
+                mode=mode,
+                x_dtype=x_dtype,
+                scale_dtype=scale_dtype,
+                activation="silu",
+                out_dtype="float32",
+                implementation="cuda",
+                rounded_weights=True,
+            )
+
+
+@pytest.mark.parametrize("implementation", [None, "dequantize"])
+def test_dispatch(rng, implementation):
+    """Float32 images, groups of features, transposed convolutions and three axes, which have no kernel, too."""
+    for case in (
+        {"sizes": (6, 7), "window": (3, 3)},
+        {"sizes": (6, 7), "window": (3, 3), "groups": 2, "n": 132},
+        {"sizes": (4, 3), "window": (3, 4), "lhs_dilation": (2, 3), "padding": ((2, 1), (0, 3))},
+        {"sizes": (3, 4, 5), "window": (2, 3, 2)},
+        {"sizes": (6, 7), "window": (3, 3), "channels_first": True},
+    ):
+        check_conv(rng, **case, implementation=implementation)
+    check_conv(
+        rng,
+        sizes=(40, 41),
+        window=(3, 3),
+        k=128,
+        n=256,
+        x_dtype="float16",
+        scale_dtype="float32",
+        with_bias=False,
+        rounded_weights=True,
+        implementation=implementation,
+    )
+    check_conv(
+        rng, sizes=(6, 7), window=(3, 3), shared_scales=True, x_dtype="bfloat16", implementation="cuda",
+        rounded_weights=True,
+    )  # fmt: skip
+
+
+def test_gradients(rng):
+    weight = random_weight(rng, 64, 72, group_size=32, lead=(3, 3), scale_dtype="float32")
+    x, ct = random_x(rng, (2, 9, 8, 64)), random_x(rng, (2, 9, 8, 72))
+
+    def loss(x, conv):
+        return jnp.sum(conv(x) * ct)
+
+    def dense(x):
+        w = jnp.asarray(weight.dense, jnp.float32)
+        return jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest"
+        )
+
+    got = jax.jit(jax.grad(lambda x: loss(x, lambda x: jw.conv_general_dilated(x, weight.qt, (1, 1), "SAME"))))(x)
+    expected = jax.jit(jax.grad(lambda x: loss(x, dense)))(x)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * float(jnp.abs(expected).max()))
+
+
+def test_no_kernel_is_an_error(rng):
+    qt = jw.quantize(jnp.ones((3, 3, 64, 8)), group_size=64)
+    with pytest.raises(ValueError, match="no kernel for this convolution"):
+        jw.conv_general_dilated(jnp.ones((1, 4, 4, 64)), qt, (1, 1), "SAME", implementation="cuda")
