@@ -231,7 +231,7 @@ def conv_estimate(pixels: int, k: int, n: int, taps: int, bits: int) -> tuple[fl
         best = min(best, 2.8 + waves * wave + (min([wave, *shared]) if rest else 0.0))
     weights = taps * k * n
     # The weights are dequantized, and turned as cuDNN wants them.
-    dense = weights * (bits / 8 + 6) / _MEMORY + 2 + max(6.0, 2.0 * weights * pixels / _CONV)
+    dense = weights * (bits / 8 + 6) / _MEMORY + 4 + max(6.0, 2.0 * weights * pixels / _CONV)
     return best, dense
 
 
