@@ -30,7 +30,7 @@ _CONV_STAGES = (
     *((1, 64, 0.41), (1, 128, 0.47), (1, 192, 0.54), (1, 256, 0.64)),
     *((2, 64, 0.47), (2, 128, 0.51), (2, 192, 0.56), (2, 256, 0.68)),
 )
-_CONV = 600e6  # operations per microsecond of XLA's convolution
+_CONV = 650e6  # operations per microsecond of XLA's convolution
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
 
 
@@ -231,7 +231,7 @@ def conv_estimate(pixels: int, k: int, n: int, taps: int, bits: int) -> tuple[fl
         best = min(best, 2.8 + waves * wave + (min([wave, *shared]) if rest else 0.0))
     weights = taps * k * n
     # The weights are dequantized, and turned as cuDNN wants them.
-    dense = weights * (bits / 8 + 6) / _MEMORY + 4 + max(6.0, 2.0 * weights * pixels / _CONV)
+    dense = weights * (bits / 8 + 7) / _MEMORY + 6 + max(6.0, 2.0 * weights * pixels / _CONV)
     return best, dense
 
 

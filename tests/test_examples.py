@@ -27,7 +27,8 @@ needs_weights = pytest.mark.skipif(
 def run(*arguments, cache, **environment):
     return subprocess.run(
         [sys.executable, str(EXAMPLES / "semantic_search.py"), *map(str, arguments)],
-        env=os.environ | {"XDG_CACHE_HOME": str(cache), "COLUMNS": "90"} | environment,
+        # XLA's own flags, not those of tests/conftest.py: the models are worth compiling well.
+        env=os.environ | {"XDG_CACHE_HOME": str(cache), "COLUMNS": "90", "XLA_FLAGS": ""} | environment,
         capture_output=True,
         text=True,
         timeout=600,
