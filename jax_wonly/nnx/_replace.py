@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -202,16 +203,18 @@ def replace(
     Children are looked up one by one and a plan is forgotten once it is carried out, so that nothing here keeps a dense
     kernel alive.
     """
-    done: dict[int, nnx.Module] = {}
+    # By the id of the dense layer, which another object may have once that is gone.
+    done: dict[int, tuple[weakref.ref, nnx.Module]] = {}
     seen: set[int] = set()
 
     def visit(node: Any) -> Generator[T, None, Any]:
         key = id(node)
         if key in plan:
-            done[key], report = convert(plan.pop(key))
+            new, report = convert(plan.pop(key))
+            done[key] = weakref.ref(node), new
             yield report
-        if key in done:
-            return done[key]
+        if key in done and done[key][0]() is node:
+            return done[key][1]
         if key in seen:
             return node
         seen.add(key)
