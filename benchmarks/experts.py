@@ -1,6 +1,7 @@
 """Times products with experts' weights on a GPU beside dense ones of the same process, into one result file.
 
-    python benchmarks/experts.py [--suite mixtral many-up many-down] [--tokens N ...] [--output FILE] [--append]
+    python benchmarks/experts.py [--suite mixtral many-up many-down] [--tokens N ...] [--gradient] [--output FILE]
+                                 [--append]
 
 Every token goes to ``top_k`` of the experts: to all alike (``balanced``), or to expert e with a weight of 1 / (e + 1)
 (``skewed``). Kernel time is CUPTI's, the median over calls that rotate through more than four times the L2 of touched
@@ -11,6 +12,8 @@ weights; all functions take turns. Microseconds:
 - ``dense_us``: ``jax.lax.ragged_dot`` in bfloat16, where it fits into memory;
 - ``loop_us``: ``matmul`` for one expert after the other, for which the host has to know the sizes;
 - ``flops_us``: one dense bfloat16 product of the same number of operations.
+
+With ``--gradient`` the same of the gradients of the activations, the products with transposed weights.
 
 ``gbps`` counts the weights and scales of the touched experts, activations and results once; ``share`` is that of the
 ``gbps`` of one product with 8192 x 28672 weights and one token (``stream_gbps``).
@@ -29,7 +32,7 @@ import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
 from jax_wonly.progress import progress
 
-RESULTS = Path(__file__).parent / "results" / "h100-experts.json"
+RESULTS = Path(__file__).parent / "results"
 SUITES = {
     "mixtral": {"experts": 8, "top_k": 2, "k": 4096, "n": 14336},
     "many-up": {"experts": 128, "top_k": 8, "k": 2048, "n": 1536},
@@ -89,7 +92,19 @@ def stream_gbps(rounds: int, calls: int) -> float:
     return (weights[0].nbytes + 2 * (k + n)) / timer.us * 1e-3
 
 
-def measure(suite: str, routing: str, tokens: int, weights: dict, rounds: int, calls: int, stream: float) -> dict:
+def gradient_of(product, k: int):
+    """``(dy, w, ...) -> dx`` of ``product(x, w, ...)``, which is linear in ``x [rows, k]``."""
+
+    def dx(dy, *others):
+        x = jax.ShapeDtypeStruct((dy.shape[0], k), dy.dtype)
+        return jax.linear_transpose(lambda x: product(x, *others), x)(dy)[0]
+
+    return dx
+
+
+def measure(
+    suite: str, routing: str, tokens: int, weights: dict, rounds: int, calls: int, stream: float, gradient: bool
+) -> dict:
     experts, top_k, k, n = (SUITES[suite][name] for name in ("experts", "top_k", "k", "n"))
     rng = np.random.default_rng(tokens)
     ids = route(rng, routing, tokens, experts, top_k)
@@ -101,21 +116,33 @@ def measure(suite: str, routing: str, tokens: int, weights: dict, rounds: int, c
     sizes, ids = jnp.asarray(counts), jnp.asarray(ids)
     ends = np.cumsum(counts)
 
+    def gather(x, qt, ids):
+        return jw.gather_matmul(x[:, None], qt, ids)
+
+    def of_kind(product):
+        return gradient_of(product, k) if gradient else product
+
     def loop(rows, qt):
         parts = [(e, rows[end - size : end]) for e, (size, end) in enumerate(zip(counts, ends, strict=True)) if size]
-        return jnp.concatenate([jw.matmul(part, qt[e]) for e, part in parts])
+        return jnp.concatenate([of_kind(jw.matmul)(part, qt[e]) for e, part in parts])
 
+    if gradient:
+        rows = jax.random.normal(jax.random.key(tokens), (tokens * top_k, n), jnp.bfloat16)
+        x = rows.reshape(tokens, top_k, n)
     qts, denses = weights["quantized"], weights["dense"]
     nbytes = qts[0].nbytes * touched // experts
     qts = qts[: copies_of(nbytes)]
     denses = denses[: copies_of(2 * k * n * touched)]
     running = timed(
         {
-            "us": (jw.ragged_dot, [(rows, qt, sizes) for qt in qts]),
-            "gather_us": (jw.gather_matmul, [(x[:, None], qt, ids) for qt in qts]),
-            "dense_us": (jax.lax.ragged_dot, [(rows, w, sizes) for w in denses]),
+            "us": (of_kind(jw.ragged_dot), [(rows, qt, sizes) for qt in qts]),
+            "gather_us": (of_kind(gather), [(x, qt, ids) for qt in qts]),
+            "dense_us": (of_kind(jax.lax.ragged_dot), [(rows, w, sizes) for w in denses]),
             "loop_us": (loop, [(rows, qt) for qt in qts]),
-            "flops_us": (jnp.matmul, [(rows, w[e]) for w in denses for e in range(min(experts, copies_of(2 * k * n)))]),
+            "flops_us": (
+                of_kind(jnp.matmul),
+                [(rows, w[e]) for w in denses for e in range(min(experts, copies_of(2 * k * n)))],
+            ),
         },
         rounds,
         calls,
@@ -128,7 +155,7 @@ def measure(suite: str, routing: str, tokens: int, weights: dict, rounds: int, c
         return None if us[name] is None else round(us[name] / ours, 3)
 
     return {
-        "op": "ragged_dot",
+        "op": "gradient of ragged_dot" if gradient else "ragged_dot",
         "suite": suite,
         **SUITES[suite],
         "routing": routing,
@@ -156,15 +183,17 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=10, help="calls in a turn (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
+    parser.add_argument("--gradient", action="store_true", help="measure the gradients of the activations instead")
+    parser.add_argument("--output", type=Path, help=f"where to write the JSON (default: in {RESULTS})")
     parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
     args = parser.parse_args()
     require_gpu("experts.py")
+    output = args.output or RESULTS / f"h100-experts{'-gradients' if args.gradient else ''}.json"
 
     results: dict[tuple, dict] = {}
-    if args.append and args.output.is_file():
-        results = {tuple(row[i] for i in IDENTITY): row for row in json.loads(args.output.read_text())["rows"]}
+    if args.append and output.is_file():
+        results = {tuple(row[i] for i in IDENTITY): row for row in json.loads(output.read_text())["rows"]}
     stream = stream_gbps(args.rounds, args.calls)
     cases = [(suite, routing, t) for suite in args.suite for t in args.tokens for routing in ("balanced", "skewed")]
     weights: dict = {}
@@ -180,16 +209,16 @@ def main() -> None:
                 "quantized": stacks(jax.random.key(2), experts, k, n, copies_of(dense_bytes // 4), True),
                 "dense": stacks(jax.random.key(3), experts, k, n, copies_of(dense_bytes), False),
             }
-        row = measure(suite, routing, tokens, weights, args.rounds, args.calls, stream)
+        row = measure(suite, routing, tokens, weights, args.rounds, args.calls, stream, args.gradient)
         results[tuple(row[i] for i in IDENTITY)] = row
-        save(args.output, list(results.values()), args.commit, stream_gbps=round(stream, 1))
+        save(output, list(results.values()), args.commit, stream_gbps=round(stream, 1))
     for row in results.values():
         print(
             f"{row['suite']:9} {row['routing']:8} {row['tokens']:5} tokens, {row['touched']:3} experts: "
             f"{row['us']:9.2f} us (gather {row['gather_us']:9.2f}) {row['gbps']:6.0f} GB/s {row['share']:5.2f} of one "
             f"stream; x dense {row['ratio']}, x loop {row['loop_ratio']}, x flops {row['flops_ratio']}  {row['kernel']}"
         )
-    print(f"written to {args.output}")
+    print(f"written to {output}")
 
 
 if __name__ == "__main__":

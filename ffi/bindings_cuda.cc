@@ -102,18 +102,19 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   return launched("the product", launch_matmul(args, stream));
 }
 
-ffi::Error ragged_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
-                         ffi::AnyBuffer rows, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
-                         ffi::Result<ffi::AnyBuffer> scratch, int64_t bits, int64_t shift_mode, int64_t has_bias,
-                         int64_t activation, int64_t row_mode) {
+// Both ragged products.
+ffi::Error launch_ragged(cudaStream_t stream, const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw,
+                         const ffi::AnyBuffer& scales, const ffi::AnyBuffer& rows, const ffi::RemainingArgs& rest,
+                         const ffi::AnyBuffer& y, const ffi::AnyBuffer& scratch, int64_t bits, int64_t shift_mode,
+                         int64_t has_bias, int64_t activation, int64_t row_mode, bool transposed) {
   RaggedOperands operands;
-  WONLY_RETURN_IF_ERROR(check_ragged(x, qw, scales, rows, rest, *y, *scratch, bits, shift_mode, has_bias, activation,
-                                     row_mode, false, operands));
+  WONLY_RETURN_IF_ERROR(check_ragged(x, qw, scales, rows, rest, y, scratch, bits, shift_mode, has_bias, activation,
+                                     row_mode, transposed, operands));
   WONLY_RETURN_IF_ERROR(check_ragged_scratch(operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.experts, operands.m, weights.k, weights.n, weights.groups));
   if (weights.shift_mode == ShiftMode::kTable) return invalid("the weights of a ragged product have a table");
-  if (y->element_count() == 0) return ffi::Error::Success();
+  if (y.element_count() == 0) return ffi::Error::Success();
   RaggedArgs args{};
   MatmulArgs& product = args.product;
   set_weights(product, weights);
@@ -133,7 +134,23 @@ ffi::Error ragged_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer q
   args.repeat = operands.repeat;
   args.scratch = operands.scratch;
   args.scratch_words = operands.scratch_words;
-  return launched("the ragged product", launch_ragged_matmul(args, stream));
+  return launched("the ragged product",
+                  transposed ? launch_ragged_matmul_transposed(args, stream) : launch_ragged_matmul(args, stream));
+}
+
+ffi::Error ragged_matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                         ffi::AnyBuffer rows, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                         ffi::Result<ffi::AnyBuffer> scratch, int64_t bits, int64_t shift_mode, int64_t has_bias,
+                         int64_t activation, int64_t row_mode) {
+  return launch_ragged(stream, x, qw, scales, rows, rest, *y, *scratch, bits, shift_mode, has_bias, activation,
+                       row_mode, false);
+}
+
+ffi::Error ragged_matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                                    ffi::AnyBuffer rows, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx,
+                                    ffi::Result<ffi::AnyBuffer> scratch, int64_t bits, int64_t shift_mode,
+                                    int64_t row_mode) {
+  return launch_ragged(stream, dy, qw, scales, rows, rest, *dx, *scratch, bits, shift_mode, 0, 0, row_mode, true);
 }
 
 ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
@@ -446,6 +463,8 @@ using Stream = ffi::PlatformStream<cudaStream_t>;
 
 XLA_FFI_DEFINE_HANDLER(kMatmul, matmul, bind_matmul<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kRaggedMatmul, ragged_matmul, bind_ragged_matmul<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kRaggedMatmulTransposed, ragged_matmul_transposed, bind_ragged_matmul_transposed<Stream>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kConv, convolution, bind_conv<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMatmulTransposed, matmul_transposed, bind_matmul_transposed<Stream>(),
                        {ffi::Traits::kCmdBufferCompatible});
@@ -507,6 +526,7 @@ nb::dict registrations() {
   targets["wonly_ragged_matmul_v1"] = capsule(kRaggedMatmul);
   targets["wonly_conv_v1"] = capsule(kConv);
   targets["wonly_matmul_transposed_v1"] = capsule(kMatmulTransposed);
+  targets["wonly_ragged_matmul_transposed_v1"] = capsule(kRaggedMatmulTransposed);
   targets["wonly_quantize_v1"] = capsule(kQuantize);
   targets["wonly_dequantize_v1"] = capsule(kDequantize);
   targets["wonly_quantize_activation_v1"] = capsule(kQuantizeActivation);

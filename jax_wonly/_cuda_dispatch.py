@@ -38,8 +38,10 @@ _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 _DECODE_TOKENS = 2
 _DECODE_BYTES = 24 << 20
 _MMA_TOKENS = 8  # that one tile of the streaming kernel holds
-# Rows up to which the streaming kernel of the transposed product is expected to be at least as fast.
-_TRANSPOSED_TOKENS = 64
+# Rows up to which the streaming kernel of the transposed product is expected to be at least as fast as the kernel for
+# many, and as dequantized weights.
+_TRANSPOSED_TOKENS = 16
+_TRANSPOSED_TOKENS_OTHERS = 64
 _TRANSPOSED_TOKENS_FLOAT32 = 256
 # Tokens of a tile of quantized activations, and microseconds of 128 inputs, with one scale for a row or with blocks.
 _QUANTIZED_TOKENS = 256
@@ -249,7 +251,20 @@ def use_transposed_kernel(m, n: int, x_dtype, *, forced: bool = False) -> bool:
         return False
     if forced or not isinstance(m, int) or transposed_kernel(m, n, x_dtype).endswith("warpgroup"):
         return True
-    return m <= (_TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS)
+    return m <= _most_streamed(x_dtype)
+
+
+def use_ragged_transposed_kernel(m, experts: int, n: int, x_dtype, *, forced: bool = False) -> bool:
+    """Whether the rows of ``[m, n]`` times their experts' transposed weights take a fused kernel, as above."""
+    if tuple(map(int, _gpu()[0].split("."))) < (8, 0):
+        return False
+    warpgroups = n % 8 == 0 and has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2
+    return forced or warpgroups or not isinstance(m, int) or m <= experts * _most_streamed(x_dtype)
+
+
+def _most_streamed(x_dtype) -> int:
+    """Rows of a weight up to which several passes over it take less than dequantizing it."""
+    return _TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS_OTHERS
 
 
 def use_quantized_kernel(

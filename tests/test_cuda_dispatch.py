@@ -49,8 +49,13 @@ def test_transposed(monkeypatch, warpgroups, x):
     assert _cuda_dispatch.use_transposed_kernel(8192, 8192, x) == (warpgroups and not wide)
     assert not _cuda_dispatch.use_transposed_kernel(8192, 8193, x)
     assert _cuda_dispatch.use_transposed_kernel(8192, 8193, x, forced=True)
+    assert _cuda_dispatch.use_ragged_transposed_kernel(8 * 64, 8, 8193, x)
+    assert _cuda_dispatch.use_ragged_transposed_kernel(8 * 8192, 8, 8192, x) == (warpgroups and not wide)
+    assert not _cuda_dispatch.use_ragged_transposed_kernel(8 * 8192, 8, 8193, x)
+    assert _cuda_dispatch.use_ragged_transposed_kernel(8 * 8192, 8, 8193, x, forced=True)
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
     assert not _cuda_dispatch.use_transposed_kernel(1, 8192, x, forced=True)
+    assert not _cuda_dispatch.use_ragged_transposed_kernel(8, 8, 8192, x, forced=True)
 
 
 def test_quantized(warpgroups):

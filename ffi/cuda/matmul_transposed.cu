@@ -1,28 +1,29 @@
-// Which kernel computes which transposed product.
+// Which kernel computes which transposed product, of one weight or of experts.
 #include <algorithm>
 
 #include "cuda/device.h"
 #include "cuda/matmul_transposed.h"
+#include "cuda/ragged.h"
 #include "layout.h"
 
 namespace wonly {
 namespace {
 
-// Up to here the streaming kernel, which reads the weights again for every 32 tokens, is faster.
-constexpr int kStreamTokens = 64;
+// Up to here the streaming kernel is faster.
+constexpr int kStreamTokens = 16;
+constexpr int64_t kRaggedStreamRows = 16;  // of an expert, were they spread evenly
 // Of all multiprocessors, those that clusters of that many CTAs can use: a cluster lies in one part of the chip.
-constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f};
+constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 18 * 6 / 132.f};
 
-transposed_stream::Config stream_config(const MatmulArgs& args, const Device& device) {
+// For `blocks` strips of inputs and tiles of tokens.
+transposed_stream::Config stream_config(int token_tiles, int64_t blocks, const Device& device) {
   transposed_stream::Config config{};
-  config.token_tiles = args.m <= 8 ? 1 : args.m <= 16 ? 2 : 4;
-  config.warps = transposed_stream::max_warps(config.token_tiles);
+  config.token_tiles = token_tiles;
+  config.warps = transposed_stream::max_warps(token_tiles);
   config.shared_bytes = shared_share(device, 1);
   config.cluster = 1;
   if (device.architecture < 90) return config;
   // The fewest rounds of CTAs, each the shorter the more of them share N.
-  const int64_t blocks =
-      args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * config.token_tiles);
   float least = 0.f;
   for (int cluster = 1; cluster <= 4; ++cluster) {
     const int64_t places = static_cast<int64_t>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster]);
@@ -35,17 +36,62 @@ transposed_stream::Config stream_config(const MatmulArgs& args, const Device& de
   return config;
 }
 
+// Calls `launch(config)`; on less shared memory than on the tuned device again with fewer warps, until two stages fit.
+template <typename Launch>
+cudaError_t launch_fitting(transposed_stream::Config config, const Device& device, Launch&& launch) {
+  cudaError_t error = launch(config);
+  while (error == cudaErrorInvalidConfiguration && config.warps > 1) {
+    config.shared_bytes = shared_share(device, 1);
+    config.warps /= 2;
+    error = launch(config);
+  }
+  return error;
+}
+
+// Microseconds of transposed_warpgroup: a stage of 64 outputs, what a block adds, the kernel, and what it takes to add
+// the sums of a split block.
+struct WarpgroupCost {
+  int tokens;
+  float stage, block, sums;
+};
+constexpr WarpgroupCost kWarpgroupCosts[] = {
+    {64, 0.325f, 4.3f, 2.0f}, {128, 0.395f, 4.4f, 3.4f}, {256, 0.63f, 3.3f, 5.4f}};
+constexpr float kWarpgroupStart = 0.5f;
+constexpr int kSplits[] = {2, 3, 4, 6};
+constexpr int kLeastStages = 4;  // of a CTA
+
 transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
   const int64_t k_blocks = ceil_div(args.k, transposed_warpgroup::kBlockK);
-  // Rounds of blocks, in the time of a block of 256 tokens.
-  const auto cost = [&](int tokens, float time) {
-    const int64_t blocks = args.batch * ceil_div(args.m, tokens) * k_blocks;
-    return static_cast<float>(ceil_div(blocks, device.multiprocessors)) * time;
-  };
+  const int64_t stages = ceil_div(args.n, transposed_warpgroup::kStageN);
   transposed_warpgroup::Config config{};
-  config.tokens = cost(128, 0.64f) < cost(256, 1.f) ? 128 : 256;
-  config.cluster = config.tokens == 256 && k_blocks >= 2 ? 2 : 1;
-  config.multiprocessors = device.multiprocessors;
+  float least = 0.f;
+  const auto consider = [&](const transposed_warpgroup::Config& other, float us) {
+    if (least == 0.f || us < least) {
+      least = us;
+      config = other;
+    }
+  };
+  for (const WarpgroupCost& cost : kWarpgroupCosts) {
+    const int64_t token_blocks = args.batch * ceil_div(args.m, cost.tokens);
+    const auto walk = [&](int64_t count) { return static_cast<float>(count) * cost.stage + cost.block; };
+    for (int partners = 1; partners <= (k_blocks > 1 ? 2 : 1); ++partners) {
+      const int clusters = device.multiprocessors / partners;
+      const int64_t groups = token_blocks * ceil_div(k_blocks, partners), rest = groups % clusters;
+      const float waves = static_cast<float>(groups / clusters) * walk(stages) + kWarpgroupStart;
+      consider({cost.tokens, partners, partners, clusters, false}, waves + (rest > 0 ? walk(stages) : 0.f));
+      if (partners == 2 && rest > 0 && 2 * rest <= clusters && stages >= 2 * kLeastStages) {
+        consider({cost.tokens, 2, 2, clusters, true}, waves + walk(ceil_div(stages, 2)) + cost.sums);
+      }
+    }
+    for (const int cluster : kSplits) {
+      const int clusters =
+          static_cast<int>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster]) / cluster;
+      if (token_blocks * k_blocks > clusters || stages < cluster * kLeastStages) continue;
+      if (cost.tokens == 256 && cluster > 2) continue;  // whose sums shared memory does not hold
+      consider({cost.tokens, cluster, 1, clusters, true},
+               kWarpgroupStart + walk(ceil_div(stages, cluster)) + cost.sums);
+    }
+  }
   return config;
 }
 
@@ -60,8 +106,9 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
     return args.x_dtype == DType::kF16 ? transposed_warpgroup::launch_f16(args, config, stream)
                                        : transposed_warpgroup::launch_bf16(args, config, stream);
   }
-  transposed_stream::Config config = stream_config(args, device);
-  const auto launch = [&] {
+  const int tiles = args.m <= 8 ? 1 : args.m <= 16 ? 2 : 4;
+  const int64_t blocks = args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * tiles);
+  return launch_fitting(stream_config(tiles, blocks, device), device, [&](const transposed_stream::Config& config) {
     switch (args.x_dtype) {
       case DType::kF16:
         return transposed_stream::launch_f16(args, config, stream);
@@ -70,15 +117,49 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
       default:
         return transposed_stream::launch_f32(args, config, stream);
     }
-  };
-  // Less shared memory than on the tuned device: fewer warps, until two stages fit.
-  cudaError_t error = launch();
-  while (error == cudaErrorInvalidConfiguration && config.warps > 1) {
-    config.shared_bytes = shared_share(device, 1);
-    config.warps /= 2;
-    error = launch();
+  });
+}
+
+cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
+  if (device.architecture < 80) return cudaErrorNotSupported;
+  const bool ids = args.row_mode == RowMode::kIds;
+  const int shared = shared_share(device, 1);
+  RaggedArgs rows = args;  // those of dy have as many numbers as there are outputs
+  rows.product.k = args.product.n;
+  ragged::Work work;
+  if (device.architecture == 90 && args.m > kRaggedStreamRows * args.experts &&
+      transposed_warpgroup::supports(args.product) && (!ids || ragged::can_order(rows))) {
+    const int tokens = args.m <= 64 * args.experts ? 64 : args.m <= 128 * args.experts ? 128 : 256;
+    if (cudaError_t error = ragged::plan(args, tokens, ids, shared, stream, &work); error != cudaSuccess) return error;
+    MatmulArgs product = args.product;
+    if (ids) {
+      if (cudaError_t error = ragged::order(rows, work, &product.x, stream); error != cudaSuccess) return error;
+    }
+    const bool f16 = product.x_dtype == DType::kF16;
+    const auto launch = f16 ? transposed_warpgroup::launch_ragged_f16 : transposed_warpgroup::launch_ragged_bf16;
+    return launch(product, work, device.multiprocessors, stream);
   }
-  return error;
+  const int log2 = log2_group_blocks(args.product);
+  const int most = log2 == 0 || log2 == 1 ? 2 : 4;
+  const int tiles = std::min(most, args.m <= 8 * args.experts ? 1 : args.m <= 16 * args.experts ? 2 : 4);
+  if (cudaError_t error = ragged::plan(args, 8 * tiles, false, shared, stream, &work); error != cudaSuccess) {
+    return error;
+  }
+  // The tiles that there will be at least, if rows have different experts.
+  const int64_t least = std::max(std::min(args.m, args.experts), ceil_div(args.m, 8 * tiles));
+  const int64_t blocks = least * ceil_div(args.product.k, transposed_stream::kStripK);
+  return launch_fitting(stream_config(tiles, blocks, device), device, [&](const transposed_stream::Config& config) {
+    switch (args.product.x_dtype) {
+      case DType::kF16:
+        return transposed_stream::launch_ragged_f16(args.product, work, config, stream);
+      case DType::kBF16:
+        return transposed_stream::launch_ragged_bf16(args.product, work, config, stream);
+      default:
+        return transposed_stream::launch_ragged_f32(args.product, work, config, stream);
+    }
+  });
 }
 
 namespace transposed_warpgroup {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/matmul.h"
+#include "cuda/ragged_plan.h"
 
 namespace wonly {
 
@@ -29,24 +30,43 @@ cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
+// The ragged product (ragged.h) with a plan for tiles of 8 * config.token_tiles rows. With groups of 32 or 64 inputs
+// those are at most two.
+cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                              cudaStream_t stream);
+cudaError_t launch_ragged_bf16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                               cudaStream_t stream);
+cudaError_t launch_ragged_f32(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                              cudaStream_t stream);
+
 }  // namespace transposed_stream
 
 // wgmma, for many tokens on sm_90 (matmul_transposed_warpgroup.cuh).
 namespace transposed_warpgroup {
 
 struct Config {
-  int tokens;           // of a CTA's block: 128 or 256
-  int cluster;          // CTAs that share tokens: 1 or 2
-  int multiprocessors;  // how many CTAs run at once
+  int tokens;    // of a CTA's block: 64, 128 or 256
+  int cluster;   // CTAs, 1 .. kMostCluster
+  int partners;  // CTAs of a cluster that share the tokens of their blocks: 1, or 2 in clusters of two
+  int clusters;  // how many run at once
+  bool split;  // whether clusters share the outputs of the blocks that do not fill the chip, one cluster for each block
 };
 
+constexpr int kMostCluster = 8;
 constexpr int kBlockK = 128;  // inputs of a CTA's block
+constexpr int kStageN = 64;   // outputs that are summed over at a time
 
 // Whether the kernel takes these operands; the others are transposed_stream's.
 bool supports(const MatmulArgs& args);
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+
+// The ragged product with a plan for tiles of 64, 128 or 256 rows; those of args.x are in the plan's order.
+cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
+                              cudaStream_t stream);
+cudaError_t launch_ragged_bf16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
+                               cudaStream_t stream);
 
 }  // namespace transposed_warpgroup
 

@@ -23,6 +23,7 @@
 #include "cuda/launch.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/ptx.cuh"
+#include "cuda/ragged_plan.cuh"
 #include "dequant/convert.h"
 #include "layout.h"
 
@@ -32,6 +33,7 @@ constexpr int kBlockK = 32;  // inputs of the smallest group
 constexpr int kBlocks = kStripK / kBlockK;
 constexpr int kStageAtoms = kStageN / kAtomN;
 constexpr int kMaxDepth = 8;
+constexpr int kTileRowBytes = 32 * 4;        // of a ragged product
 constexpr int kPartialStride = kStripK + 4;  // floats; + 4: no bank conflicts
 // dy is multiplied by 2^96, so that its products with codes at 2^-133 stay float32's normal numbers from 2^-89 to 2^31.
 constexpr float kUp = 0x1p+96f, kDown = 0x1p-96f, kUnscale = 0x1p+37f;
@@ -48,6 +50,16 @@ struct Params {
   bool dy_in_pieces_of_16;     // rows of dy are
   int slot_bytes;              // weights, kGroups rows of scales and of shift, dy
   int warp_bytes;              // a warp's ring, and later its partial sums
+};
+
+// Which tokens a CTA has, as in matmul_stream.cuh.
+struct Consecutive {
+  static constexpr bool kRagged = false;
+};
+struct Ragged {
+  static constexpr bool kRagged = true;
+  ragged::Work work;
+  int plan_at;  // in shared memory: the rows of the tile, then the plan
 };
 
 __host__ __device__ constexpr int weight_bytes(int bits) {
@@ -124,9 +136,9 @@ constexpr DType kTypeOf = std::is_same_v<X, float>    ? DType::kF32
                                                       : DType::kBF16;
 
 // kGroups: rows of scales that the strip has, 1, or 4 where groups are of 32 or 64 inputs.
-template <typename X, int kBits, int kTokenTiles, int kGroups>
+template <typename X, int kBits, int kTokenTiles, int kGroups, typename Tokens>
 __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
-    transposed_stream_matmul(const __grid_constant__ Params params) {
+    transposed_stream_matmul(const __grid_constant__ Params params, const __grid_constant__ Tokens source) {
   constexpr int kTiles = kStripK / tile_k(kBits);  // packed tiles of the strip
   constexpr int kWeightBytes = weight_bytes(kBits);
   constexpr int kTokens = 8 * kTokenTiles;
@@ -146,16 +158,49 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const int t = lane % 4;
   const int rank = blockIdx.x % params.cluster;
   const uint32_t place = blockIdx.x / params.cluster;  // token tiles of the same weights run together
-  const int64_t m0 = static_cast<int64_t>(place % params.token_tiles) * kTokens;
-  const int64_t k0 = static_cast<int64_t>(place / params.token_tiles % params.strips) * kStripK;
-  const int64_t batch = place / params.token_tiles / params.strips;
-  const int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.m - m0));
+  const uint32_t token_tile = Tokens::kRagged ? place / params.strips : place % params.token_tiles;
+  const uint32_t strip = Tokens::kRagged ? place % params.strips : place / params.token_tiles % params.strips;
+  const int64_t m0 = static_cast<int64_t>(token_tile) * kTokens;
+  const int64_t k0 = static_cast<int64_t>(strip) * kStripK;
+  int64_t batch = place / params.token_tiles / params.strips;
+  int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.m - m0));
+  const int* rows = nullptr;  // of the result
+  int repeat = 1;
+  if constexpr (Tokens::kRagged) {
+    int* const of_tile = reinterpret_cast<int*>(shared + source.plan_at);
+    const ragged::Plan plan = ragged::get_plan(source.work, shared + source.plan_at + kTileRowBytes);
+    if (static_cast<int>(token_tile) >= plan.tile_count) return;  // all CTAs of a cluster
+    const ragged::Span span = ragged::find_span(plan, static_cast<int>(token_tile));
+    const int first = (static_cast<int>(token_tile) - span.first_tile) * kTokens;
+    batch = span.expert;
+    tokens = min(kTokens, span.rows - first);
+    rows = of_tile;
+    repeat = source.work.repeat;
+    if (threadIdx.x < tokens) of_tile[threadIdx.x] = plan.row(span.first + first + threadIdx.x);
+    __syncthreads();
+    if (span.expert < 0) {
+      if (rank != 0) return;
+      for (int i = threadIdx.x; i < tokens * kStripK; i += blockDim.x) {
+        const int64_t k = k0 + i % kStripK;
+        if (k < args.k) store_element(args.y, rows[i / kStripK] * args.k + k, 0.f, args.y_dtype);
+      }
+      return;
+    }
+  }
+  const auto row_of = [&](int token) {
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows[token]);
+    return m0 + token;
+  };
+  const auto dy_row_of = [&](int token) {
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows[token] / repeat);
+    return m0 + token;
+  };
 
   const int scale_size = element_size(args.scale_dtype);
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   const int shift_at = kWeightBytes + kGroups * kStageN * scale_size;
   const int dy_at = shift_at + kGroups * kStageN * shift_size;
-  const X* dy = static_cast<const X*>(args.x) + batch * args.x_batch_stride + m0 * args.n;
+  const X* dy = static_cast<const X*>(args.x) + batch * args.x_batch_stride;
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
@@ -191,7 +236,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const X* next_dy[kCopies];
 #pragma unroll
   for (int copy = 0; copy < kCopies; ++copy) {
-    next_dy[copy] = dy + min(copy * kCopyTokens + copy_token, tokens - 1) * args.n +
+    next_dy[copy] = dy + dy_row_of(min(copy * kCopyTokens + copy_token, tokens - 1)) * args.n +
                     static_cast<int64_t>(first_stage) * kStageN + copy_n;
   }
   const int copy_to_dy = dy_at + copy_token * kTokenBytes + copy_n * static_cast<int>(sizeof(X));
@@ -375,9 +420,10 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t k = k0 + quad * 4 + i;
-      if (!(fabsf(values[i]) < INFINITY) && k < args.k) values[i] = exact_sum_transposed(args, batch, m0 + token, k);
+      if (!(fabsf(values[i]) < INFINITY) && k < args.k)
+        values[i] = exact_sum_transposed(args, batch, dy_row_of(token), k);
     }
-    if (k0 + quad * 4 < args.k) finish4(params.result, batch, m0 + token, k0 + quad * 4, values);
+    if (k0 + quad * 4 < args.k) finish4(params.result, batch, row_of(token), k0 + quad * 4, values);
   };
   const auto add = [](float4& sum, const float4& more) {
     sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
@@ -409,49 +455,59 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
 #endif
 }
 
-template <typename X, int kBits, int kTokenTiles, int kGroups>
-cudaError_t launch_instance(Params params, const Config& config, cudaStream_t stream) {
+template <typename X, int kBits, int kTokenTiles, int kGroups, typename Tokens>
+cudaError_t launch_instance(Params params, Tokens source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   const int slot = weight_bytes(kBits) + kGroups * kStageN * (element_size(args.scale_dtype) + shift_size) +
                    8 * kTokenTiles * token_bytes(sizeof(X));
   const int partial = 8 * kTokenTiles * kPartialStride * 4;
+  int plan_bytes = 0;
+  if constexpr (Tokens::kRagged) plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
+  const int budget = config.shared_bytes - plan_bytes;
   params.slot_bytes = slot;
-  params.depth = std::min(config.shared_bytes / config.warps / slot, kMaxDepth);
-  if (params.depth < 2 || partial * config.warps > config.shared_bytes) return cudaErrorInvalidConfiguration;
+  params.depth = std::min(budget / config.warps / slot, kMaxDepth);
+  if (params.depth < 2 || partial * config.warps > budget) return cudaErrorInvalidConfiguration;
   params.warp_bytes = std::max(params.depth * slot, partial);
   params.token_tiles = static_cast<int>(ceil_div(args.m, 8 * kTokenTiles));
   params.strips = static_cast<int>(ceil_div(args.k, kStripK));
-  const int64_t ctas = args.batch * params.token_tiles * params.strips * config.cluster;
+  int64_t tiles = args.batch * params.token_tiles;
+  if constexpr (Tokens::kRagged) {
+    if (source.work.tile_rows != 8 * kTokenTiles) return cudaErrorInvalidValue;
+    params.token_tiles = 1;  // no divisor may be zero
+    source.plan_at = config.warps * params.warp_bytes;
+    tiles = ragged::most_tiles(source.work);
+  }
+  const int64_t ctas = tiles * params.strips * config.cluster;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(ctas));
   shape.threads = config.warps * 32;
   shape.cluster = config.cluster;
-  shape.shared_bytes = config.warps * params.warp_bytes;
-  return launch_kernel(transposed_stream_matmul<X, kBits, kTokenTiles, kGroups>, shape, stream, params);
+  shape.shared_bytes = config.warps * params.warp_bytes + plan_bytes;
+  return launch_kernel(transposed_stream_matmul<X, kBits, kTokenTiles, kGroups, Tokens>, shape, stream, params, source);
 }
 
-template <typename X, int kBits>
-cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
+template <typename X, int kBits, typename Tokens>
+cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
   const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
   switch (config.token_tiles) {
     case 1:
-      return small_groups ? launch_instance<X, kBits, 1, 4>(params, config, stream)
-                          : launch_instance<X, kBits, 1, 1>(params, config, stream);
+      return small_groups ? launch_instance<X, kBits, 1, 4>(params, source, config, stream)
+                          : launch_instance<X, kBits, 1, 1>(params, source, config, stream);
     case 4:  // more than the registers hold with several rows of scales
-      if (!small_groups) return launch_instance<X, kBits, 4, 1>(params, config, stream);
+      if (!small_groups) return launch_instance<X, kBits, 4, 1>(params, source, config, stream);
       [[fallthrough]];
     case 2:
-      return small_groups ? launch_instance<X, kBits, 2, 4>(params, config, stream)
-                          : launch_instance<X, kBits, 2, 1>(params, config, stream);
+      return small_groups ? launch_instance<X, kBits, 2, 4>(params, source, config, stream)
+                          : launch_instance<X, kBits, 2, 1>(params, source, config, stream);
     default:
       return cudaErrorInvalidValue;
   }
 }
 
-template <typename X>
-cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+template <typename X, typename Tokens>
+cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Config& config, cudaStream_t stream) {
   Params params{};
   params.args = args;
   params.result = args;
@@ -462,7 +518,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.scales_in_pieces_of_4 = args.n * element_size(args.scale_dtype) % 4 == 0 && args.n * shift_size % 4 == 0;
   params.dy_in_pieces_of_16 = args.n * sizeof(X) % 16 == 0;
   if (config.warps < 1 || config.warps > max_warps(config.token_tiles)) return cudaErrorInvalidValue;
-  return args.bits == 4 ? launch_tokens<X, 4>(params, config, stream) : launch_tokens<X, 8>(params, config, stream);
+  return args.bits == 4 ? launch_tokens<X, 4>(params, source, config, stream)
+                        : launch_tokens<X, 8>(params, source, config, stream);
 }
 
 }  // namespace wonly::transposed_stream

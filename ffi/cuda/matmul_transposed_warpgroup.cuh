@@ -2,14 +2,27 @@
 // finds both of its operands.
 //
 // A CTA computes blocks of 128 inputs x kTokens tokens, one after the other. A stage is 64 outputs: dy by the tensor
-// copy engine, of which the CTAs of a cluster bring each other their share, and the weights, which four producer warps
+// copy engine, of which the CTAs of a cluster may bring each other their share, and the weights, which producer warps
 // load packed, convert in registers and store transposed (stmatrix) in the order that wgmma wants: rows of inputs,
 // summed over outputs. Two warpgroups multiply, 64 inputs each.
+//
+// Blocks that do not fill the chip are split: the CTAs of a cluster share the outputs of one block, copy their sums
+// into each other's shared memory, and add them in the order of their ranks.
 //
 // A weight is rounded once to the type of dy, as a dense one would be: the code less the integer part of its zero is
 // exact, and one multiplication by the scale rounds. Scales of another type are two numbers of dy's type, and what is
 // left of the zero, or the offset, enters rounded. Nothing else is rounded before the float32 sum, whose order depends
-// on N alone: a token's result does not depend on the other tokens.
+// on N and on the size of the cluster that splits it alone: a token's result does not depend on the other tokens.
+//
+// Which rows and weights make a block is the business of a `Source`:
+//   struct Params                 what the host gives it
+//   kSharedBytes                  of its own shared memory, which begins at `shared`
+//   kStagingTokens                rows that a warpgroup writes out at a time, at most
+//   kBulkStores                   whether rows of a block follow each other in the result
+//   Source(params, shared)        all threads of the CTA
+//   int items()                   what the clusters walk over
+//   Item item(args, i, rank)      one warp
+//   int64_t row(item, i)          where row i of a block is in the result
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,58 +39,127 @@
 #include "dequant/convert.h"
 #include "layout.h"
 
+namespace wonly::ptx {
+
+#define WONLY_WGMMA_SHARED_64(T)                                                                                      \
+  __device__ __forceinline__ static void T(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {                  \
+    asm volatile(                                                                                                     \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                                  \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." #T "." #T                                                       \
+        " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+        "%23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n}\n"                                 \
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),      \
+          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),     \
+          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                   \
+        : "l"(a), "l"(b), "r"(accumulate));                                                                           \
+  }
+template <>
+struct WgmmaShared<64> {
+  WONLY_WGMMA_SHARED_64(bf16)
+  WONLY_WGMMA_SHARED_64(f16)
+};
+#undef WONLY_WGMMA_SHARED_64
+
+}  // namespace wonly::ptx
+
 namespace wonly::transposed_warpgroup {
 
-constexpr int kStageN = 64;
 constexpr int kConsumers = 2;  // warpgroups
 constexpr int kBarrierBytes = 1024;
 constexpr int kWeightBytes = kBlockK * kStageN * 2;
-constexpr int kStagingTokens = 128;                                         // that a warpgroup writes out at a time
-constexpr int kStagingBytes = kStagingTokens * (kBlockK / kConsumers) * 2;  // of one warpgroup
 constexpr int kRunOfTokens = 8;  // blocks of tokens that run beside each other with the same weights
+constexpr int kWarps = kConsumers * 4;
+constexpr int kRunBytes = kWarps * 32 * 16;  // sums of a CTA's block for eight tokens
 
-template <typename X_, int kBits_, int kTokens_, int kGroups_>
+// What a cluster works on: a block for every CTA, or one for all of them, of which each has some stages.
+struct Item {
+  int weights;      // batch entry or expert; negative: rows whose result is zero
+  int first, rows;  // of dy
+  int k0;
+  int begin, end;  // stages
+  bool split;
+};
+
+template <typename Source_, typename X_, int kBits_, int kTokens_, int kGroups_>
 struct Shape {
+  using Source = Source_;
   using X = X_;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kGroups = kGroups_;  // rows of scales of a block: 1, or 4 where groups are of 32 or 64 inputs
-  // Warpgroups that convert, in turns; the accumulators of 256 tokens leave registers for one.
-  static constexpr int kProducers = kTokens == 256 ? 1 : 2;
+  // Warpgroups that convert, in turns: as many as leave registers for the accumulators.
+  static constexpr int kProducers = kTokens < 256 && kBits == 4 && kGroups == 1 ? 3 : 2;
   static constexpr int kThreads = (kConsumers + kProducers) * 128;
+  // The accumulators of 256 tokens take registers from the producers.
+  static constexpr bool kMovesRegisters = kTokens == 256 || kProducers == 3;
+  static constexpr int kConsumerRegisters = kTokens == 256 ? 160 : 120, kProducerRegisters = kTokens == 256 ? 96 : 80;
+  static constexpr int kAhead = kTokens == 256 && kGroups == 4 ? 1 : 2;  // stages that a producer loads ahead
+  static constexpr int kColumns = kTokens == 256 ? 128 : kTokens, kParts = kTokens / kColumns;
   static constexpr int kTiles = kBlockK / tile_k(kBits);
   static constexpr int kDyBytes = kTokens * kStageN * 2;
   static constexpr int kStageBytes = kWeightBytes + kDyBytes;
-  static constexpr int kStages = kTokens == 256 ? 4 : 6;
-  static constexpr int kSharedBytes = kBarrierBytes + kStages * kStageBytes + kConsumers * kStagingBytes;
-  static_assert(kSharedBytes <= 227 << 10 && kStages % kProducers == 0);
+  static constexpr int kStages = kTokens == 256 ? 4 : kTokens == 128 ? 6 : 8;
+  static constexpr int kStagingTokens = kTokens < Source::kStagingTokens ? kTokens : Source::kStagingTokens;
+  static constexpr int kStagingBytes = kStagingTokens * (kBlockK / kConsumers) * 2;  // of one warpgroup
+  static constexpr int kStagingAt = kBarrierBytes + kStages * kStageBytes;
+  static constexpr int kSourceAt = kStagingAt + kConsumers * kStagingBytes;
+  static constexpr int kSharedBytes = kSourceAt + Source::kSharedBytes;
+  static_assert(kSharedBytes <= 227 << 10 && kStages >= 2 * kProducers);
 };
 
+template <typename Source>
 struct Params {
   MatmulArgs args;
+  typename Source::Params source;
   int cluster;
-  int token_blocks, k_blocks;  // k_blocks: of a whole cluster
-  int blocks;                  // of clusters, all batches together
-  int log2_group_blocks;       // group size = 32 << this; -1: one scale per output
-  bool simple;                 // a weight is (code - integer) * scale with a scale of dy's type
-  bool wide_result;            // float32
-  bool rows_of_16_bytes;       // of a 16-bit result
+  int partners;           // CTAs of a cluster that bring each other dy, 1 or 2, where its item is not split
+  int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
+  bool simple;            // a weight is (code - integer) * scale with a scale of dy's type
+  bool wide_result;       // float32
+  bool rows_of_16_bytes;  // of a 16-bit result
 };
 
-// What a CTA works on.
-struct Block {
-  int batch, m0, k0;
+// Blocks of tokens that follow each other. The first `whole` items are a block for each partner; the rest are split.
+struct Consecutive {
+  struct Params {
+    int token_blocks, groups;  // groups: of partners, along the inputs
+    int whole, items;
+    int partners, cluster, stages, tokens;
+  };
+  static constexpr int kSharedBytes = 0;
+  static constexpr int kStagingTokens = 128;
+  static constexpr bool kBulkStores = true;
+
+  const Params& params;
+  int64_t m;
+
+  __device__ Consecutive(const Params& params, const MatmulArgs& args, uint8_t*) : params(params), m(args.m) {}
+
+  __device__ int items() const { return params.items; }
+
+  __device__ Item item(int index, int rank) const {
+    Item item{};
+    item.split = index >= params.whole;
+    const int rest = index - params.whole;
+    const int group = item.split ? params.whole + rest / params.partners : index;
+    const int partner = item.split ? rest % params.partners : rank;
+    const int of_batch = params.token_blocks * params.groups;
+    const int within = group % of_batch;
+    const int run = within / (kRunOfTokens * params.groups);
+    const int tokens = min(kRunOfTokens, params.token_blocks - run * kRunOfTokens);
+    const int in_run = within - run * kRunOfTokens * params.groups;
+    item.weights = group / of_batch;
+    item.first = (run * kRunOfTokens + in_run % tokens) * params.tokens;
+    item.rows = static_cast<int>(min(m - item.first, static_cast<int64_t>(params.tokens)));
+    item.k0 = (in_run / tokens * params.partners + partner) * kBlockK;
+    item.begin = item.split ? params.stages * rank / params.cluster : 0;
+    item.end = item.split ? params.stages * (rank + 1) / params.cluster : params.stages;
+    return item;
+  }
+
+  __device__ int64_t row(const Item& item, int i) const { return item.weights * m + item.first + i; }
 };
-template <int kTokens>
-__device__ __forceinline__ Block block_at(const Params& params, int index, int rank) {
-  const int of_batch = params.token_blocks * params.k_blocks;
-  const int within = index % of_batch;
-  const int run = within / (kRunOfTokens * params.k_blocks);
-  const int tokens = min(kRunOfTokens, params.token_blocks - run * kRunOfTokens);
-  const int rest = within - run * kRunOfTokens * params.k_blocks;
-  return {index / of_batch, (run * kRunOfTokens + rest % tokens) * kTokens,
-          (rest / tokens * params.cluster + rank) * kBlockK};
-}
 
 // Pairs of codes to pairs of (code - zero), and those to weights.
 template <typename X>
@@ -203,13 +285,16 @@ __device__ __forceinline__ void raw_to_float(float (&to)[kCount], const uint32_t
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    transposed_warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap dy_map) {
+    transposed_warpgroup_matmul(const __grid_constant__ Params<typename S::Source> params,
+                                const __grid_constant__ CUtensorMap dy_map,
+                                const __grid_constant__ CUtensorMap dx_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
   constexpr int kStages = S::kStages;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* full = reinterpret_cast<uint64_t*>(shared);
   uint64_t* empty = full + kStages;
+  uint64_t* received = empty + kStages;
   uint8_t* const ring = shared + kBarrierBytes;
 
   const MatmulArgs& args = params.args;
@@ -217,76 +302,84 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int rank = blockIdx.x % params.cluster;
-  const int first_block = blockIdx.x / params.cluster;
-  const int block_step = gridDim.x / params.cluster;
-  const int stages = static_cast<int>(ceil_div(args.n, kStageN));
+  const int first_item = blockIdx.x / params.cluster;
+  const int item_step = gridDim.x / params.cluster;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(full + i, 4 + 1);  // the producer warps, and one of them again for dy
-      ptx::barrier_init(empty + i, kConsumers * 4 * params.cluster);
+      ptx::barrier_init(empty + i, kWarps * params.partners);
     }
+    ptx::barrier_init(received, 1);
     ptx::barrier_init_fence();
   }
+  const typename S::Source source(params.source, args, shared + S::kSourceAt);
   __syncthreads();
   if (params.cluster > 1) ptx::cluster_share();
 
-  if (warp >= kConsumers * 4) {
-    // Warpgroup p of the producers converts every second stage, the p-th first; its warp w outputs 16w .. 16w + 15.
+  if (warp >= kWarps) {
+    if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kProducerRegisters>();
+    // Warpgroup p of the producers converts every kProducers-th stage, the p-th first; its warp w outputs 16w .. 16w
+    // + 15.
     const int producer = warp / 4 - kConsumers;
     const int part = warp % 4;
     const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
     const int scale_size = element_size(args.scale_dtype);
     const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-    const int dy_rows = S::kTokens / params.cluster;
+    const int box_rows = S::kTokens / params.partners;
 
     struct Packed {
       int n0, row, batch;  // of dy; row < 0: there is no such stage
+      bool split;
       uint4 words[S::kTiles];
       uint32_t scale[2 * S::kGroups], shift[2 * S::kGroups];
     };
     int slot = producer;
     uint32_t phase = 1;  // at first all slots are empty
     // The walk of the loads: what this lane reads next of the packed words, and of scales and shift for output g of its
-    // part; output g + 8 lies `half_*` bytes further.
-    int index = first_block, stage = producer;
-    Block block{};
+    // part; output g + 8 lies `half_*` bytes further. `stage` counts from the item's first.
+    int index = first_item, stage = producer, count = 0;
+    Item item{};
+    bool last_split = false;
     const uint32_t* words = nullptr;
     const uint8_t* scales[S::kGroups] = {};
     const uint8_t* shift[S::kGroups] = {};
     int tiles = 0;
     const int64_t words_step = static_cast<int64_t>(S::kProducers) * k_tiles * kTileWords;
     const int half_scales = 8 * scale_size, half_shift = 8 * shift_size;
-    const auto enter_block = [&]() {
-      while (stage >= stages) {
-        stage -= stages;
-        index += block_step;
+    const auto enter_item = [&]() {
+      for (; index < source.items(); stage -= count, index += item_step) {
+        item = source.item(index, rank);
+        last_split = item.split;
+        count = item.weights < 0 ? 0 : item.end - item.begin;
+        if (stage < count) break;
       }
-      if (index >= params.blocks) return;
-      block = block_at<S::kTokens>(params, index, rank);
-      const int first_tile = block.k0 / tile_k(S::kBits);
+      if (index >= source.items()) return;
+      const int first_tile = item.k0 / tile_k(S::kBits);
       tiles = k_tiles - first_tile;
-      words = args.qw + block.batch * args.qw_batch_stride +
-              (static_cast<int64_t>(stage) * k_tiles + first_tile) * kTileWords + part * kAtomWords + lane * 4;
-      const int64_t n = static_cast<int64_t>(stage) * kStageN + part * kAtomN + g;
+      words = args.qw + item.weights * args.qw_batch_stride +
+              (static_cast<int64_t>(item.begin + stage) * k_tiles + first_tile) * kTileWords + part * kAtomWords +
+              lane * 4;
+      const int64_t n = static_cast<int64_t>(item.begin + stage) * kStageN + part * kAtomN + g;
 #pragma unroll
       for (int row = 0; row < S::kGroups; ++row) {
         const int64_t group =
             params.log2_group_blocks < 0
                 ? 0
-                : min(static_cast<int64_t>((block.k0 / 32 + row) >> params.log2_group_blocks), args.groups - 1);
+                : min(static_cast<int64_t>((item.k0 / 32 + row) >> params.log2_group_blocks), args.groups - 1);
         scales[row] = static_cast<const uint8_t*>(args.scales) +
-                      (block.batch * args.scales_batch_stride + group * args.n + n) * scale_size;
+                      (item.weights * args.scales_batch_stride + group * args.n + n) * scale_size;
         shift[row] = static_cast<const uint8_t*>(args.shift) +
-                     (block.batch * args.shift_batch_stride + group * args.n + n) * shift_size;
+                     (item.weights * args.shift_batch_stride + group * args.n + n) * shift_size;
       }
     };
     const auto load = [&](Packed& to) {
       to.row = -1;
-      if (index >= params.blocks) return;
-      to.n0 = stage * kStageN;
-      to.row = block.m0 + rank * dy_rows;
-      to.batch = args.x_batch_stride == 0 ? 0 : block.batch;
+      if (index >= source.items()) return;
+      to.n0 = (item.begin + stage) * kStageN;
+      to.row = item.first;
+      to.batch = args.x_batch_stride == 0 ? 0 : item.weights;
+      to.split = item.split;
 #pragma unroll
       for (int i = 0; i < S::kTiles; ++i) {
         to.words[i] = {};
@@ -304,7 +397,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         scales[row] += S::kProducers * kStageN * scale_size;
         shift[row] += S::kProducers * kStageN * shift_size;
       }
-      if (stage >= stages) enter_block();
+      if (stage >= count) enter_item();
     };
     const auto convert = [&](const Packed& packed, uint8_t* weights, auto simple) {
       // The integer part of what is subtracted from codes; a simple shift is of integers.
@@ -360,11 +453,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       ptx::barrier_wait(empty + slot, phase);
       if (part == 0 && ptx::elect_one()) {
         ptx::barrier_expect(full + slot, S::kDyBytes);
-        uint8_t* to = weights + kWeightBytes + rank * dy_rows * (kStageN * 2);
-        if (params.cluster > 1) {
-          ptx::tensor_copy_3d_multicast(to, &dy_map, packed.n0, packed.row, packed.batch, full + slot, 3);
+        uint8_t* const to = weights + kWeightBytes;
+        const int box_bytes = box_rows * (kStageN * 2);
+        if (params.partners > 1 && !packed.split) {
+          ptx::tensor_copy_3d_multicast(to + rank * box_bytes, &dy_map, packed.n0, packed.row + rank * box_rows,
+                                        packed.batch, full + slot, 3);
         } else {
-          ptx::tensor_copy_3d(to, &dy_map, packed.n0, packed.row, packed.batch, full + slot);
+          for (int i = 0; i < params.partners; ++i) {
+            ptx::tensor_copy_3d(to + i * box_bytes, &dy_map, packed.n0, packed.row + i * box_rows, packed.batch,
+                                full + slot);
+          }
         }
       }
       __syncwarp();
@@ -383,33 +481,98 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
     };
 
-    // Loads are two stages ahead, and go out after the fence, which may wait for what is on its way.
-    enter_block();
+    // Loads go out after the fence, which may wait for what is on its way.
+    enter_item();
     Packed first, second;
     load(first);
-    load(second);
+    if constexpr (S::kAhead == 2) load(second);
     while (first.row >= 0) {
       process(first);
       load(first);
-      if (second.row < 0) break;
-      process(second);
-      load(second);
+      if constexpr (S::kAhead == 2) {
+        if (second.row < 0) break;
+        process(second);
+        load(second);
+      }
     }
+    __syncwarp();
+    if (last_split) ptx::cluster_meet();
   } else {
+    if constexpr (S::kMovesRegisters) ptx::raise_registers<S::kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int t = lane % 4;
-    uint8_t* const staging = ring + kStages * S::kStageBytes + warpgroup * kStagingBytes;
-    const auto release = [&](int released) {
-      if (lane == 0) {
-        ptx::barrier_arrive(empty + released);
-        if (params.cluster > 1) ptx::barrier_arrive_at_rank(empty + released, rank ^ 1);
-      }
-    };
+    const int thread = threadIdx.x % 128;
+    uint8_t* const staging = shared + S::kStagingAt + warpgroup * S::kStagingBytes;
+    const auto sync = [&] { asm volatile("bar.sync %0, 128;\n" ::"r"(1 + warpgroup) : "memory"); };
+    const bool bulk_stores = S::Source::kBulkStores && params.rows_of_16_bytes;
     int slot = 0;
     uint32_t phase = 0;
-    float acc[S::kTokens / 2];
-    for (int index = first_block; index < params.blocks; index += block_step) {
+    float acc[S::kParts][S::kColumns / 2];
+    // Those of eight tokens.
+    const auto sums_of = [&](int run) { return acc[run / (S::kColumns / 8)] + run % (S::kColumns / 8) * 4; };
+    // A run of eight tokens from row `first` of the item on, as the accumulators lie.
+    const auto store_wide = [&](const Item& item, int first, const float* sums) {
+      const int64_t k = item.k0 + warpgroup * 64 + warp % 4 * 16 + g;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int token = first + 2 * t + i;
+        if (token >= item.rows) continue;
+        float* const to = static_cast<float*>(args.y) + source.row(item, token) * args.k + k;
+        if (k < args.k) to[0] = sums[i];
+        if (k + 8 < args.k) to[8] = sums[2 + i];
+      }
+    };
+    // Two runs, rounded and in rows of 64 inputs.
+    const auto stage = [&](int to, const float* first, const float* second) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* const two = (i < 2 ? first : second) + i % 2 * 2;
+        pairs[i] = pack_pair(from_float<X>(two[0]), from_float<X>(two[1]));
+      }
+      const int chunk = (warp % 4 * 2 + lane / 8 % 2) ^ (lane % 8);
+      ptx::store_matrices_transposed(staging + (to + lane / 16 * 8 + lane % 8) * 128 + chunk * 16, pairs);
+    };
+    // `count` rows that were staged, which are those from row `first` of the item on.
+    const auto store_staged = [&](const Item& item, int first, int count) {
+#pragma unroll 2
+      for (int at = thread; at < count * 8; at += 128) {
+        const int token = at / 8, chunk = at % 8;
+        const int64_t k = item.k0 + warpgroup * 64 + chunk * 8;
+        if (k >= args.k) continue;
+        const uint8_t* from = staging + token * 128 + (chunk ^ (token % 8)) * 16;
+        X* const to = static_cast<X*>(args.y) + source.row(item, first + token) * args.k + k;
+        if (params.rows_of_16_bytes) {
+          *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+        } else {
+#pragma unroll 1
+          for (int j = 0; j < 8 && k + j < args.k; ++j) to[j] = reinterpret_cast<const X*>(from)[j];
+        }
+      }
+    };
+    for (int index = first_item; index < source.items(); index += item_step) {
+      const Item item = source.item(index, rank);
+      const int64_t k_warpgroup = item.k0 + warpgroup * 64;
+      if (item.weights < 0) {
+        const int inputs = static_cast<int>(min(args.k - item.k0, static_cast<int64_t>(kBlockK)));
+        for (int i = warp; i < item.rows; i += kWarps) {
+          const int64_t to = source.row(item, i) * args.k + item.k0;
+          for (int k = lane; k < inputs; k += 32) store_element(args.y, to + k, 0.f, args.y_dtype);
+        }
+        continue;
+      }
+      const auto release = [&](int released) {
+        if (lane != 0) return;
+        ptx::barrier_arrive(empty + released);
+        if (params.partners == 1) return;
+        if (item.split) {
+          ptx::barrier_arrive(empty + released);
+        } else {
+          ptx::barrier_arrive_at_rank(empty + released, rank ^ 1);
+        }
+      };
       int previous = 0;
+      const int stages = item.end - item.begin;
 #pragma unroll 1
       for (int at = 0; at < stages; ++at) {
         ptx::barrier_wait(full + slot, phase);
@@ -420,10 +583,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
         for (int step = 0; step < kStageN / 16; ++step) {
           const int offset = step * 32 >> 4;
-          if constexpr (Arithmetic<X>::kBf16) {
-            ptx::WgmmaShared<S::kTokens>::bf16(acc, weights + offset, dy + offset, at + step > 0);
-          } else {
-            ptx::WgmmaShared<S::kTokens>::f16(acc, weights + offset, dy + offset, at + step > 0);
+#pragma unroll
+          for (int part = 0; part < S::kParts; ++part) {
+            const uint64_t of_part = dy + (part * S::kColumns * kStageN * 2 >> 4);
+            if constexpr (Arithmetic<X>::kBf16) {
+              ptx::WgmmaShared<S::kColumns>::bf16(acc[part], weights + offset, of_part + offset, at + step > 0);
+            } else {
+              ptx::WgmmaShared<S::kColumns>::f16(acc[part], weights + offset, of_part + offset, at + step > 0);
+            }
           }
         }
         ptx::wgmma_commit();
@@ -438,52 +605,86 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       ptx::wgmma_wait<0>();
       release(previous);
 #pragma unroll
-      for (int i = 0; i < S::kTokens / 2; ++i) asm volatile("" : "+f"(acc[i]));  // nobody reads them earlier
+      for (int run = 0; run < S::kTokens / 8; ++run) {  // nobody reads them earlier
+        float* const d = sums_of(run);
+        asm volatile("" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
+      }
 
-      const Block block = block_at<S::kTokens>(params, index, rank);
-      const int k_warpgroup = block.k0 + warpgroup * 64;
-      const int64_t row0 = static_cast<int64_t>(block.batch) * args.m;
-      if (params.wide_result) {  // float32
+      if (!item.split) {
+        if (params.wide_result) {
 #pragma unroll
-        for (int i = 0; i < S::kTokens / 2; ++i) {
-          const int64_t m = block.m0 + i / 4 * 8 + 2 * t + i % 2;
-          const int64_t k = k_warpgroup + warp % 4 * 16 + i % 4 / 2 * 8 + g;
-          if (m < args.m && k < args.k) static_cast<float*>(args.y)[(row0 + m) * args.k + k] = acc[i];
+          for (int run = 0; run < S::kTokens / 8; ++run) store_wide(item, run * 8, sums_of(run));
+          continue;
+        }
+#pragma unroll
+        for (int first = 0; first < S::kTokens; first += S::kStagingTokens) {
+          if (first >= item.rows) break;
+          if (thread == 0) ptx::tensor_stores_wait();  // what was staged before has been read
+          sync();
+#pragma unroll
+          for (int i = 0; i < S::kStagingTokens; i += 16) {
+            stage(i, sums_of((first + i) / 8), sums_of((first + i) / 8 + 1));
+          }
+          if (bulk_stores) ptx::fence_shared_for_async();
+          sync();
+          if (!bulk_stores) {
+            store_staged(item, first, min(item.rows - first, S::kStagingTokens));
+          } else if (thread == 0 && k_warpgroup < args.k) {
+            ptx::tensor_store_3d(&dx_map, staging, static_cast<int>(k_warpgroup), item.first + first, item.weights);
+          }
         }
         continue;
       }
-      X* const y = static_cast<X*>(args.y);
+
+      // Runs of eight tokens: each rank finishes as many, and gets their sums from the others, as the accumulators lie.
+      // They take the place of the stages: first those of this CTA, then what comes from the others.
+      const int runs = (item.rows + 7) / 8, most = (runs + params.cluster - 1) / params.cluster;
+      const auto count_of = [&](int owner) { return max(min(most, runs - owner * most), 0); };
+      const int mine = count_of(rank), first_row = rank * most * 8;
+      if (threadIdx.x == 0) ptx::barrier_expect(received, (params.cluster - 1) * mine * kRunBytes);
+      __syncwarp();
+      asm volatile("bar.sync 3, %0;\n" ::"n"(kConsumers * 128) : "memory");  // nobody reads the stages any more
 #pragma unroll
-      for (int first = 0; first < S::kTokens; first += kStagingTokens) {
-        if (block.m0 + first >= args.m) break;
-#pragma unroll
-        for (int i = 0; i < kStagingTokens; i += 16) {  // two runs of 8 tokens x 16 inputs
-          const float* d = acc + (first + i) / 2;
-          uint32_t pairs[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) pairs[j] = pack_pair(from_float<X>(d[2 * j]), from_float<X>(d[2 * j + 1]));
-          const int chunk = (warp % 4 * 2 + lane / 8 % 2) ^ (lane % 8);
-          ptx::store_matrices_transposed(staging + (i + lane / 16 * 8 + lane % 8) * 128 + chunk * 16, pairs);
-        }
-        asm volatile("bar.sync %0, 128;\n" ::"r"(1 + warpgroup) : "memory");
-#pragma unroll 4
-        for (int i = 0; i < kStagingTokens * 8 / 128; ++i) {
-          const int at = i * 128 + threadIdx.x % 128;
-          const int token = at / 8, chunk = at % 8;
-          const int64_t m = block.m0 + first + token, k = k_warpgroup + chunk * 8;
-          if (m >= args.m || k >= args.k) continue;
-          const uint8_t* from = staging + token * 128 + (chunk ^ (token % 8)) * 16;
-          X* const to = y + (row0 + m) * args.k + k;
-          if (params.rows_of_16_bytes) {
-            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-          } else {
+      for (int run = 0; run < S::kTokens / 8; ++run) {
+        if (run >= runs) break;
+        const float* const d = sums_of(run);
+        reinterpret_cast<float4*>(ring + run * kRunBytes)[threadIdx.x] = make_float4(d[0], d[1], d[2], d[3]);
+      }
+      ptx::fence_shared_for_async();
+      asm volatile("bar.sync 3, %0;\n" ::"n"(kConsumers * 128) : "memory");
+      ptx::cluster_meet();
+      if (warp < params.cluster && warp != rank && ptx::elect_one()) {
+        const int bytes = count_of(warp) * kRunBytes;
+        uint8_t* const to = ring + (runs + (rank - (rank > warp)) * most) * kRunBytes;
+        if (bytes > 0) ptx::bulk_copy_to_rank(to, ring + warp * most * kRunBytes, bytes, received, warp);
+      }
+      __syncwarp();
+      if (thread == 0) ptx::tensor_stores_wait();
+      sync();
+      ptx::barrier_wait(received, 0);
+#pragma unroll 2
+      for (int run = 0; run < mine; run += 2) {
+        float sums[2][4] = {};
 #pragma unroll 1
-            for (int j = 0; j < 8 && k + j < args.k; ++j) to[j] = reinterpret_cast<const X*>(from)[j];
+        for (int other = 0; other < params.cluster; ++other) {
+          const int at = run + (other == rank ? rank * most : runs + (other - (other > rank)) * most);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float4 v = reinterpret_cast<const float4*>(ring + (at + half) * kRunBytes)[threadIdx.x];
+            sums[half][0] += v.x, sums[half][1] += v.y, sums[half][2] += v.z, sums[half][3] += v.w;
           }
         }
-        asm volatile("bar.sync %0, 128;\n" ::"r"(1 + warpgroup) : "memory");
+        if (params.wide_result) {
+          store_wide(item, first_row + run * 8, sums[0]);
+          if (run + 1 < mine) store_wide(item, first_row + run * 8 + 8, sums[1]);
+        }
+        if (!params.wide_result) stage(run * 8, sums[0], sums[1]);
       }
+      if (params.wide_result) continue;
+      sync();
+      store_staged(item, first_row, min(item.rows - first_row, mine * 8));
     }
+    if (thread == 0) ptx::tensor_stores_wait();
   }
   // No CTA leaves while another may still write to its shared memory.
   if (params.cluster > 1) {
@@ -496,52 +697,92 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 }
 
 template <typename S>
-cudaError_t launch_shape(Params params, const Config& config, cudaStream_t stream) {
+cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
-  MatmulArgs dy = args;
+  const int clusters = std::max(1, config.clusters);
+  params.cluster = config.cluster;
+  params.partners = config.partners;
+  Consecutive::Params& walk = params.source;
+  walk.token_blocks = static_cast<int>(ceil_div(args.m, S::kTokens));
+  walk.groups = static_cast<int>(ceil_div(args.k, kBlockK * config.partners));
+  const int64_t groups = args.batch * walk.token_blocks * walk.groups;
+  if (groups > INT32_MAX / 4) return cudaErrorInvalidValue;
+  // A cluster splits one item, its last. Without partners all are.
+  const int rest = !config.split                       ? 0
+                   : config.partners == config.cluster ? static_cast<int>(groups % clusters)
+                                                       : static_cast<int>(groups);
+  if (rest * config.partners > clusters) return cudaErrorInvalidConfiguration;
+  if (rest > 0 && config.cluster > ceil_div(args.n, kStageN)) return cudaErrorInvalidConfiguration;
+  const int64_t runs = std::min<int64_t>(ceil_div(args.m, 8), S::kTokens / 8);
+  const int64_t received = ceil_div(runs, config.cluster) * (config.cluster - 1);
+  if (rest > 0 && (runs + received) * kRunBytes > S::kStages * S::kStageBytes) return cudaErrorInvalidConfiguration;
+  walk.whole = static_cast<int>(groups) - rest;
+  walk.items = walk.whole + rest * config.partners;
+  walk.partners = config.partners;
+  walk.cluster = config.cluster;
+  walk.stages = static_cast<int>(ceil_div(args.n, kStageN));
+  walk.tokens = S::kTokens;
+  MatmulArgs dy = args, dx = args;
   dy.k = args.n;
-  CUtensorMap map;
-  if (cudaError_t error = describe_activations(dy, S::kTokens / config.cluster, &map); error != cudaSuccess) {
+  dx.x = args.y;
+  dx.x_batch_stride = args.m * args.k;
+  CUtensorMap dy_map, dx_map{};
+  if (cudaError_t error = describe_activations(dy, S::kTokens / config.partners, &dy_map); error != cudaSuccess) {
     return error;
   }
-  params.cluster = config.cluster;
-  params.token_blocks = static_cast<int>(ceil_div(args.m, S::kTokens));
-  params.k_blocks = static_cast<int>(ceil_div(args.k, kBlockK * config.cluster));
-  const int64_t blocks = args.batch * params.token_blocks * params.k_blocks;
-  if (blocks > INT32_MAX / 2) return cudaErrorInvalidValue;
-  params.blocks = static_cast<int>(blocks);
+  if (params.rows_of_16_bytes) {
+    if (cudaError_t error = describe_activations(dx, S::kStagingTokens, &dx_map); error != cudaSuccess) return error;
+  }
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(
-      std::min<int64_t>(blocks, std::max(1, config.multiprocessors / config.cluster)) * config.cluster));
+  shape.grid = dim3(static_cast<unsigned>(std::min(walk.items, clusters) * config.cluster));
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
   shape.shared_bytes = S::kSharedBytes;
-  return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, map);
+  return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, dy_map, dx_map);
 }
 
-template <typename X, int kBits>
-cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
-  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
-  if (config.tokens == 128) {
-    return small_groups ? launch_shape<Shape<X, kBits, 128, 4>>(params, config, stream)
-                        : launch_shape<Shape<X, kBits, 128, 1>>(params, config, stream);
-  }
-  if (config.tokens != 256) return cudaErrorInvalidValue;
-  return small_groups ? launch_shape<Shape<X, kBits, 256, 4>>(params, config, stream)
-                      : launch_shape<Shape<X, kBits, 256, 1>>(params, config, stream);
+// Calls `launch` with a null pointer to the kernel's shape for blocks of `tokens` tokens.
+template <typename Source, typename X, typename Launch>
+cudaError_t with_shape(const MatmulArgs& args, int tokens, Launch&& launch) {
+  const int log2 = log2_group_blocks(args);
+  const auto with_groups = [&](auto bits, auto tokens) {
+    return log2 == 0 || log2 == 1 ? launch(static_cast<Shape<Source, X, bits.value, tokens.value, 4>*>(nullptr))
+                                  : launch(static_cast<Shape<Source, X, bits.value, tokens.value, 1>*>(nullptr));
+  };
+  const auto with_tokens = [&](auto bits) {
+    switch (tokens) {
+      case 64:
+        return with_groups(bits, std::integral_constant<int, 64>{});
+      case 128:
+        return with_groups(bits, std::integral_constant<int, 128>{});
+      case 256:
+        return with_groups(bits, std::integral_constant<int, 256>{});
+      default:
+        return cudaErrorInvalidValue;
+    }
+  };
+  return args.bits == 4 ? with_tokens(std::integral_constant<int, 4>{}) : with_tokens(std::integral_constant<int, 8>{});
 }
 
-template <typename X>
-cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
-  Params params{};
+// All but the source's and the cluster's.
+template <typename Source>
+Params<Source> make_params(const MatmulArgs& args) {
+  Params<Source> params{};
   params.args = args;
   params.log2_group_blocks = log2_group_blocks(args);
   const bool integer_zeros =
       args.shift_mode == ShiftMode::kNone || (args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8);
   params.simple = integer_zeros && args.scale_dtype == args.x_dtype;
   params.wide_result = args.y_dtype == DType::kF32;
-  params.rows_of_16_bytes = args.k % 8 == 0;
-  return args.bits == 4 ? launch_tokens<X, 4>(params, config, stream) : launch_tokens<X, 8>(params, config, stream);
+  params.rows_of_16_bytes = !params.wide_result && args.k % 8 == 0;
+  return params;
+}
+
+template <typename X>
+cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+  return with_shape<Consecutive, X>(args, config.tokens, [&](auto* s) {
+    return launch_shape<std::remove_pointer_t<decltype(s)>>(make_params<Consecutive>(args), config, stream);
+  });
 }
 
 }  // namespace wonly::transposed_warpgroup

@@ -107,6 +107,18 @@ __device__ __forceinline__ void bulk_copy(void* shared, const void* global, int 
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
                : "memory");
 }
+// The same from this CTA's shared memory into that of another one of the cluster, where it counts for a barrier at the
+// same place as `barrier` is here.
+__device__ __forceinline__ void bulk_copy_to_rank(void* to, const void* from, int bytes, uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .u32 to, counted;\n"
+      "mapa.shared::cluster.u32 to, %0, %4;\n"
+      "mapa.shared::cluster.u32 counted, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %2, [counted];\n}\n" ::"r"(
+          shared_address(to)),
+      "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
 // A box of a tensor, zeros beyond its edges, in the swizzled order that wgmma reads without bank conflicts.
 __device__ __forceinline__ void tensor_copy_3d(void* shared, const CUtensorMap* map, int x, int y, int z,
                                                uint64_t* barrier) {
@@ -115,6 +127,19 @@ __device__ __forceinline__ void tensor_copy_3d(void* shared, const CUtensorMap* 
           "r"(shared_address(shared)),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
+}
+
+// The reverse, without what lies beyond the edges. By a thread that saw what others wrote, and made it what the copy
+// engine may read.
+__device__ __forceinline__ void tensor_store_3d(const CUtensorMap* map, const void* shared, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];\n" ::"l"(map), "r"(x),
+               "r"(y), "r"(z), "r"(shared_address(shared))
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+}
+// This thread's stores have read what they store.
+__device__ __forceinline__ void tensor_stores_wait() {
+  asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
 
 // Ahead of the first copy by it.

@@ -24,4 +24,8 @@ struct RaggedArgs {
 // Enqueues the product on `stream`. Neither allocates nor synchronises, so it can be captured into a CUDA graph.
 cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream);
 
+// y[m, k], row r = x[r / repeat, n] @ W[expert of r]^T, and zero without an expert; without bias and activation. The
+// same terms.
+cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t stream);
+
 }  // namespace wonly

@@ -173,8 +173,8 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
     shape = _result_shape(x, scales, rows, p)
     scratch = 0
     if platform == "cuda":
-        unordered = p.row_mode == RowMode.IDS and not p.transpose and x.dtype.itemsize == 2
-        scratch = _abi.ragged_scratch(shape[0], qw.shape[0], ordered=-(-p.k // 2) if unordered else 0)
+        unordered = p.row_mode == RowMode.IDS and x.dtype.itemsize == 2
+        scratch = _abi.ragged_scratch(shape[0], qw.shape[0], ordered=-(-x.shape[1] // 2) if unordered else 0)
     results = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((scratch,), jnp.int32))
     shift, bias = split_rest(rest, p.shift_mode)
     shift_mode, shift = as_operand(p.table, p.shift_mode, shift)
@@ -186,9 +186,17 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
     return y.astype(p.out_dtype)
 
 
-def _prefers_kernel(p: Params, platform: str) -> bool:
+def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
-    return p.implementation != "dequantize" and (platform == "cpu" or not (p.transpose or p.table))
+    if p.implementation == "dequantize" or (platform != "cpu" and p.table):
+        return False
+    if platform == "cpu" or not p.transpose:
+        return True
+    from jax_wonly import _cuda_dispatch
+
+    m, _ = _result_shape(x, scales, rows, p)
+    forced = p.implementation == "cuda"
+    return _cuda_dispatch.use_ragged_transposed_kernel(m, qw.shape[0], x.shape[1], x.dtype, forced=forced)
 
 
 def _result_shape(x, scales, rows, p: Params):
@@ -214,7 +222,7 @@ def _evaluate(x, qw, scales, rows, *rest, params: Params, platform: str):
 
 
 def _native(x, qw, scales, rows, *rest, params: Params, platform: str):
-    if _prefers_kernel(params, platform):
+    if _prefers_kernel(x, qw, scales, rows, params, platform):
         return _kernel(x, qw, scales, rows, *rest, p=params, platform=platform)
     return _via_dense(x, qw, scales, rows, *rest, p=params)
 

@@ -1,5 +1,7 @@
 """Experts' products on a GPU: the same checks as on the CPU, and that nothing depends on the host."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,116 @@ def test_non_finite_rows_stay_alone(rng):
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients(rng, mode):
     check_expert_gradients(rng, mode)
+
+
+@partial(jax.jit, static_argnames=("k", "by_sizes", "implementation"))
+def transposed(dy, qt, rows, k, by_sizes, implementation="cuda"):
+    """``dy @ w.T`` of every row's expert, of sizes or of ids."""
+    product = jw.ragged_dot if by_sizes else jw.gather_matmul
+    x = jax.ShapeDtypeStruct((dy.shape[0], k), dy.dtype)
+    return jax.linear_transpose(lambda x: product(x, qt, rows, implementation=implementation), x)(dy)[0]
+
+
+def assert_transposed_rows(dx, dy, weight, ids):
+    """Row by row in float64; 16-bit weights are rounded to the type of dy, and so is the result."""
+    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}[str(dy.dtype)]
+    dy64, got = np.asarray(dy).astype(np.float64), np.asarray(dx).astype(np.float64)
+    assert dx.dtype == dy.dtype and got.shape == (len(dy64), weight.dense.shape[1])
+    worst = 0.0
+    for e in range(len(weight.dense)):
+        mine = ids == e
+        w, magnitude = weight.dense[e].T, weight.magnitude[e].T
+        exact = dy64[mine] @ w
+        bound = 2.0**-21 * max(1.0, np.sqrt(dy64.shape[1]) / 8) * (np.abs(dy64[mine]) @ magnitude)
+        if unit != 2.0**-23:
+            bound = bound + 3 * unit * np.sqrt(dy64[mine] ** 2 @ w**2)
+        ratio = np.abs(got[mine] - exact) / (1.2 * bound + 1.01 * unit * np.abs(exact) + 1e-7)
+        worst = max(worst, ratio.max(initial=0.0))
+    assert worst <= 1.0, worst
+    assert (got[(ids < 0) | (ids >= len(weight.dense))] == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_transposed_kernels(rng, bits, mode):
+    for k, n, group_size, experts in SHAPES:
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, lead=(experts,))
+        for dtype in DTYPES:
+            rows = int(rng.choice([2, 31, 100, 300, 1500]))
+            sizes, ids = sizes_of(rng, experts, rows)
+            dy = random_x(rng, (rows, n), dtype)
+            assert_transposed_rows(transposed(dy, weight.qt, jnp.asarray(sizes), k, True), dy, weight, ids)
+            ids = rng.integers(-1, experts + 1, rows).astype(np.int32)
+            assert_transposed_rows(transposed(dy, weight.qt, jnp.asarray(ids), k, False), dy, weight, ids)
+
+
+@pytest.mark.parametrize(("rows", "share"), [(40, 0.9), (700, 0.5), (700, 1.0), (2000, 0.97)])
+@pytest.mark.parametrize("implementation", [None, "cuda"])
+def test_transposed_skewed(rng, rows, share, implementation):
+    """One expert with most rows, others with few or none; the same bits each time."""
+    weight = random_weight(rng, 640, 384, group_size=128, lead=(8,))
+    ids = np.where(rng.random(rows) < share, 5, rng.integers(0, 8, rows)).astype(np.int32)
+    dy = random_x(rng, (rows, 384), "bfloat16")
+    dx = transposed(dy, weight.qt, jnp.asarray(ids), 640, False, implementation)
+    assert_transposed_rows(dx, dy, weight, ids)
+    order = np.argsort(ids, kind="stable")
+    sizes = jnp.asarray(np.bincount(ids, minlength=8), jnp.int32)
+    sorted_dx = transposed(dy[order], weight.qt, sizes, 640, True, implementation)
+    assert_transposed_rows(sorted_dx, dy[order], weight, ids[order])
+    for _ in range(10):
+        np.testing.assert_array_equal(transposed(dy, weight.qt, jnp.asarray(ids), 640, False, implementation), dx)
+
+
+@pytest.mark.parametrize(("experts", "rows"), [(600, 40), (600, 3000), (130, 9000), (2, 5000)])
+def test_transposed_plans_of_a_kernel(rng, experts, rows):
+    """Experts and rows for which CTAs do not plan for themselves."""
+    one = random_weight(rng, 64, 40, group_size=32, mode="float_zeros", lead=(7,))
+    of = rng.integers(0, 7, experts)
+    weight = Weight(jax.tree.map(lambda a: a[of], one.qt), one.dense[of], one.magnitude[of])
+    sizes, ids = sizes_of(rng, experts, rows)
+    dy = random_x(rng, (rows, 40), "bfloat16")
+    assert_transposed_rows(transposed(dy, weight.qt, jnp.asarray(sizes), 64, True), dy, weight, ids)
+    order = rng.permutation(rows)
+    dx = transposed(dy[order], weight.qt, jnp.asarray(ids[order]), 64, False)
+    assert_transposed_rows(dx, dy[order], weight, ids[order])
+
+
+@pytest.mark.parametrize("rows", [5, 90])
+def test_transposed_batches_and_infinities(rng, rows):
+    """Rows of dy that several weights share under vmap; an infinity stays in its row."""
+    weight = random_weight(rng, 256, 136, group_size=64, mode="integer_zeros", lead=(3, 4))
+    ids = rng.integers(-1, 5, rows).astype(np.int32)
+    dy = np.asarray(random_x(rng, (rows, 136), "bfloat16")).copy()
+    batched = jax.vmap(lambda qt: transposed(dy, qt, jnp.asarray(ids), 256, False))
+    clean = batched(weight.qt)
+    for i in range(3):
+        of_batch = Weight(jax.tree.map(lambda a, i=i: a[i], weight.qt), weight.dense[i], weight.magnitude[i])
+        assert_transposed_rows(clean[i], dy, of_batch, ids)
+    ids[1] = 2
+    clean = batched(weight.qt)
+    dy[1, 7] = np.inf
+    found = np.asarray(batched(weight.qt)).astype(np.float64)
+    others = np.arange(rows) != 1
+    np.testing.assert_array_equal(found[:, others], np.asarray(clean)[:, others].astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(found[:, 1], np.inf * weight.dense[:, 2, :, 7])
+
+
+@pytest.mark.parametrize("rows", [6, 400])
+def test_gradient_is_one_call(rng, rows):
+    """No dense weight is made for jax.grad."""
+    weight = random_weight(rng, 640, 384, group_size=128, lead=(4,))
+    x, dy = random_x(rng, (rows, 640), "bfloat16"), random_x(rng, (rows, 384), "bfloat16")
+    sizes, ids = sizes_of(rng, 4, rows)
+
+    def dx(x, dy, qt, sizes):
+        return jax.vjp(lambda x: jw.ragged_dot(x, qt, sizes), x)[1](dy)[0]
+
+    compiled = jax.jit(dx).lower(x, dy, weight.qt, jnp.asarray(sizes)).compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="wonly_ragged_matmul_transposed_v1"') == 1
+    assert "640,384]" not in text and "384,640]" not in text
+    assert_transposed_rows(compiled(x, dy, weight.qt, jnp.asarray(sizes)), dy, weight, ids)
 
 
 def test_one_program_for_all_routings(rng):

@@ -1,0 +1,74 @@
+// The blocks of a ragged product (ragged_plan.h) for matmul_transposed_warpgroup.cuh: tiles of an expert's rows. The
+// CTAs of a cluster have neighbouring inputs of the same rows. A row's result does not depend on the others.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/matmul_transposed_warpgroup.cuh"
+#include "cuda/ragged_plan.cuh"
+
+namespace wonly::transposed_warpgroup {
+
+struct Spans {
+  struct Params {
+    ragged::Work work;
+    int groups;  // of partners, along the inputs
+    int partners, stages;
+  };
+  static constexpr int kSharedBytes = ragged::kMostPlanBytes;
+  static constexpr int kStagingTokens = 64;
+  static constexpr bool kBulkStores = false;
+
+  const Params& params;
+  ragged::Plan plan;
+
+  __device__ Spans(const Params& params, const MatmulArgs&, uint8_t* shared)
+      : params(params), plan(ragged::get_plan(params.work, shared)) {}
+
+  __device__ int items() const { return plan.tile_count * params.groups; }
+
+  __device__ Item item(int index, int rank) const {
+    const int tile_rows = params.work.tile_rows;
+    const ragged::Span span = ragged::find_span(plan, index / params.groups);
+    const int local = index - span.first_tile * params.groups;
+    const int tiles = ragged::tiles_of(span.rows, tile_rows);  // those of the same weights run together
+    const int row = local % tiles * tile_rows;
+    Item item{};
+    item.weights = span.expert;
+    item.first = span.first + row;
+    item.rows = min(tile_rows, span.rows - row);
+    item.k0 = (local / tiles * params.partners + rank) * kBlockK;
+    item.end = params.stages;
+    return item;
+  }
+
+  __device__ int64_t row(const Item& item, int i) const { return plan.row(item.first + i); }
+};
+
+template <typename X>
+cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
+  Params<Spans> params = make_params<Spans>(args);
+  params.cluster = params.partners = args.k > kBlockK ? 2 : 1;
+  const int64_t groups = ceil_div(args.k, kBlockK * params.partners), tiles = ragged::most_tiles(work);
+  if (tiles * groups > INT32_MAX / 2) return cudaErrorInvalidValue;
+  params.source = {work, static_cast<int>(groups), params.partners, static_cast<int>(ceil_div(args.n, kStageN))};
+  MatmulArgs dy = args;
+  dy.k = args.n;
+  dy.m = work.m;
+  CUtensorMap map;
+  if (cudaError_t error = describe_activations(dy, work.tile_rows / params.partners, &map); error != cudaSuccess) {
+    return error;
+  }
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(
+      std::min<int64_t>(tiles * groups, std::max(1, multiprocessors / params.cluster)) * params.cluster));
+  shape.cluster = params.cluster;
+  return with_shape<Spans, X>(args, work.tile_rows, [&](auto* s) {
+    using S = std::remove_pointer_t<decltype(s)>;
+    shape.threads = S::kThreads;
+    shape.shared_bytes = S::kSharedBytes;
+    return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, map, map);
+  });
+}
+
+}  // namespace wonly::transposed_warpgroup
