@@ -19,9 +19,9 @@
 //   kSharedBytes                  of its own shared memory, which begins at `shared`
 //   kStagingTokens                rows that a warpgroup writes out at a time, at most
 //   kBulkStores                   whether rows of a block follow each other in the result
-//   Source(params, shared)        all threads of the CTA
+//   Source(params, args, shared)  all threads of the CTA
 //   int items()                   what the clusters walk over
-//   Item item(args, i, rank)      one warp
+//   Item item(i, rank)            one warp
 //   int64_t row(item, i)          where row i of a block is in the result
 #pragma once
 
