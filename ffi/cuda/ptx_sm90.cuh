@@ -74,6 +74,16 @@ __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;\n" ::"n"(kBarrier) : "memory");
 }
 
+// A barrier of `kThreads` threads, of which some wait and others go on.
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;\n" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+template <int kBarrier, int kThreads>
+__device__ __forceinline__ void named_arrive() {
+  asm volatile("bar.arrive %0, %1;\n" ::"n"(kBarrier), "n"(kThreads) : "memory");
+}
+
 // A counter in global memory: what a thread that reads it finds written is what was written before the addition.
 __device__ __forceinline__ void add_release(uint32_t* counter, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value) : "memory");
@@ -187,6 +197,19 @@ __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_grou
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving accumulators while wgmma owns them.
+template <typename T, int kCount>
+__device__ __forceinline__ void keep(T (&registers)[kCount]) {
+#pragma unroll
+  for (T& value : registers) {
+    if constexpr (sizeof(T) == sizeof(int) && T(0.5f) == T(0)) {
+      asm volatile("" : "+r"(value)::"memory");
+    } else {
+      asm volatile("" : "+f"(value)::"memory");
+    }
+  }
 }
 
 // B operand of wgmma: rows of 64 16-bit numbers along the inputs (128 bytes, swizzled by 128), 8 rows every 1024 bytes.

@@ -17,9 +17,10 @@
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/launch.h"
-#include "cuda/ptx_sm90_bytes.cuh"
+#include "cuda/ptx_sm90.cuh"
 #include "cuda/quantized_matmul.h"
 #include "cuda/tensor_map.h"
+#include "cuda/wgmma.cuh"
 #include "layout.h"
 
 namespace wonly::quantized {

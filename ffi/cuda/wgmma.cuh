@@ -1,4 +1,4 @@
-// wgmma of sm_90a with 16-bit operands and float32 sums, in every number of columns that the kernels use.
+// wgmma of sm_90a, in every type and number of columns that the kernels use.
 #pragma once
 
 #include "cuda/ptx_sm90.cuh"
@@ -13,6 +13,10 @@ struct Wgmma;
 // The same with a in shared memory, as b.
 template <int kN>
 struct WgmmaShared;
+// d[64 x kN] = a[64 x 32] b[32 x kN] in int32 of signed bytes or float32 of e4m3, a in registers: as Wgmma, fragments
+// being those of mma.m16n8k32.
+template <int kN>
+struct WgmmaBytes;
 
 // The first so many operands of an instruction, which are d, and what they are bound to from d[i] on.
 // clang-format off
@@ -29,32 +33,39 @@ struct WgmmaShared;
 #define WONLY_D128 WONLY_D96 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define WONLY_OF8(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WONLY_OF16(i) WONLY_OF8(i), WONLY_OF8(i + 8)
-#define WONLY_OF32(i) WONLY_OF16(i), WONLY_OF16(i + 16)
-#define WONLY_OF64(i) WONLY_OF32(i), WONLY_OF32(i + 32)
-#define WONLY_OF96(i) WONLY_OF64(i), WONLY_OF32(i + 64)
-#define WONLY_OF128(i) WONLY_OF64(i), WONLY_OF64(i + 64)
+#define WONLY_OF8(bound, i)                                                                        \
+  "+" bound(d[i]), "+" bound(d[i + 1]), "+" bound(d[i + 2]), "+" bound(d[i + 3]),                  \
+  "+" bound(d[i + 4]), "+" bound(d[i + 5]), "+" bound(d[i + 6]), "+" bound(d[i + 7])
+#define WONLY_OF16(bound, i) WONLY_OF8(bound, i), WONLY_OF8(bound, i + 8)
+#define WONLY_OF32(bound, i) WONLY_OF16(bound, i), WONLY_OF16(bound, i + 16)
+#define WONLY_OF64(bound, i) WONLY_OF32(bound, i), WONLY_OF32(bound, i + 32)
+#define WONLY_OF96(bound, i) WONLY_OF64(bound, i), WONLY_OF32(bound, i + 64)
+#define WONLY_OF128(bound, i) WONLY_OF64(bound, i), WONLY_OF64(bound, i + 64)
 // clang-format on
 
-// One function for numbers of type T; the operands after d have the numbers a0 .. accumulate_.
-#define WONLY_WGMMA(T, kN, kSums, a0, a1, a2, a3, b_, accumulate_)                                                  \
-  __device__ __forceinline__ static void T(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
+// One function, of the name of its operands' type; the operands after d have the numbers a0 .. accumulate_. `ends`:
+// what the instruction has after the predicate.
+#define WONLY_WGMMA_OF(name, Sum, bound, shape_and_types, ends, kSums, a0, a1, a2, a3, b_, accumulate_)             \
+  __device__ __forceinline__ static void name(Sum(&d)[kSums], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_                                                  \
                  ", 0;\n"                                                                                           \
-                 "wgmma.mma_async.sync.aligned.m64n" #kN "k16.f32." #T "." #T " {" WONLY_D##kSums                   \
-                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_ ", p, 1, 1, 0;\n}\n"                          \
-                 : WONLY_OF##kSums(0)                                                                               \
+                 "wgmma.mma_async.sync.aligned." shape_and_types " {" WONLY_D##kSums                                \
+                 "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_ ", p" ends ";\n}\n"                           \
+                 : WONLY_OF##kSums(bound, 0)                                                                        \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                            \
   }
+#define WONLY_WGMMA(T, kN, kSums, ...) \
+  WONLY_WGMMA_OF(T, float, "f", "m64n" #kN "k16.f32." #T "." #T, ", 1, 1, 0", kSums, __VA_ARGS__)
+#define WONLY_WGMMA_S8(kN, kSums, ...) WONLY_WGMMA_OF(s8, int, "r", "m64n" #kN "k32.s32.s8.s8", "", kSums, __VA_ARGS__)
+#define WONLY_WGMMA_E4M3(kN, kSums, ...) \
+  WONLY_WGMMA_OF(e4m3, float, "f", "m64n" #kN "k32.f32.e4m3.e4m3", ", 1, 1", kSums, __VA_ARGS__)
 #define WONLY_WGMMA_SHARED(T, kN, kSums, a_, b_, accumulate_)                                           \
   __device__ __forceinline__ static void T(float (&d)[kSums], uint64_t a, uint64_t b, int accumulate) { \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_                                      \
                  ", 0;\n"                                                                               \
                  "wgmma.mma_async.sync.aligned.m64n" #kN "k16.f32." #T "." #T " {" WONLY_D##kSums       \
                  "}, %" #a_ ", %" #b_ ", p, 1, 1, 0, 0;\n}\n"                                           \
-                 : WONLY_OF##kSums(0)                                                                   \
+                 : WONLY_OF##kSums("f", 0)                                                              \
                  : "l"(a), "l"(b), "r"(accumulate));                                                    \
   }
 
@@ -99,7 +110,32 @@ struct WgmmaShared<256> {
   WONLY_WGMMA_SHARED(f16, 256, 128, 128, 129, 130)
 };
 
+template <>
+struct WgmmaBytes<128> {
+  WONLY_WGMMA_S8(128, 64, 64, 65, 66, 67, 68, 69)
+  WONLY_WGMMA_E4M3(128, 64, 64, 65, 66, 67, 68, 69)
+};
+template <>
+struct WgmmaBytes<256> {
+  WONLY_WGMMA_S8(256, 128, 128, 129, 130, 131, 132, 133)
+};
+
+#undef WONLY_WGMMA_OF
 #undef WONLY_WGMMA
+#undef WONLY_WGMMA_S8
+#undef WONLY_WGMMA_E4M3
 #undef WONLY_WGMMA_SHARED
+#undef WONLY_D8
+#undef WONLY_D16
+#undef WONLY_D32
+#undef WONLY_D64
+#undef WONLY_D96
+#undef WONLY_D128
+#undef WONLY_OF8
+#undef WONLY_OF16
+#undef WONLY_OF32
+#undef WONLY_OF64
+#undef WONLY_OF96
+#undef WONLY_OF128
 
 }  // namespace wonly::ptx
