@@ -63,6 +63,16 @@ enum class RowMode : int64_t { kSizes = 0, kIds = 1 };
 // behind it, those of kIds may be put in the order of their experts first.
 constexpr int64_t kRaggedScratchPerRow = 1, kRaggedScratchPerExpert = 8, kRaggedScratchFixed = 64;
 
+// A spatial axis of a convolution: pixel i of the result meets at tap r the pixel i * stride + r * dilation - low of x;
+// outside of it are zeros.
+struct ConvAxis {
+  int size, result, window, stride, low, dilation;
+};
+struct ConvGeometry {
+  int images;
+  ConvAxis height, width;
+};
+
 // Element types the kernels know, apart from any framework's numbering.
 enum class DType : int32_t { kF16 = 0, kBF16 = 1, kF32 = 2, kU8 = 3 };
 

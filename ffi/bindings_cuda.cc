@@ -183,9 +183,10 @@ ffi::Error convolution(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw,
   WONLY_RETURN_IF_ERROR(check_type("scratch", *scratch, ffi::S32));
   const WeightOperands& weights = operands.weights;
   if (y->element_count() == 0) return ffi::Error::Success();
-  const int64_t pixels = operands.images * operands.out_height * operands.out_width;
-  WONLY_RETURN_IF_ERROR(check_sizes(operands.images, pixels, weights.k, weights.n, weights.groups));
-  WONLY_RETURN_IF_ERROR(check_sizes(1, operands.images * operands.height * operands.width, 1, 1, 1));
+  const ConvGeometry& geometry = operands.geometry;
+  const int64_t images = geometry.images, pixels = images * geometry.height.result * geometry.width.result;
+  WONLY_RETURN_IF_ERROR(check_sizes(images, pixels, weights.k, weights.n, weights.groups));
+  WONLY_RETURN_IF_ERROR(check_sizes(1, images * geometry.height.size * geometry.width.size, 1, 1, 1));
   ConvArgs args{};
   MatmulArgs& product = args.product;
   set_weights(product, weights);
@@ -201,19 +202,7 @@ ffi::Error convolution(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw,
   product.y_dtype = operands.y.type;
   product.has_bias = has_bias == 1;
   product.activation = operands.activation;
-  args.images = static_cast<int>(operands.images);
-  args.height = static_cast<int>(operands.height);
-  args.width = static_cast<int>(operands.width);
-  args.out_height = static_cast<int>(operands.out_height);
-  args.out_width = static_cast<int>(operands.out_width);
-  args.window_height = static_cast<int>(operands.window[0]);
-  args.window_width = static_cast<int>(operands.window[1]);
-  args.stride_height = static_cast<int>(operands.strides[0]);
-  args.stride_width = static_cast<int>(operands.strides[1]);
-  args.low_height = static_cast<int>(operands.low[0]);
-  args.low_width = static_cast<int>(operands.low[1]);
-  args.dilation_height = static_cast<int>(operands.dilation[0]);
-  args.dilation_width = static_cast<int>(operands.dilation[1]);
+  args.geometry = geometry;
   if (!conv::supports(args)) return invalid("there is no CUDA kernel for this convolution");
   return launched("the convolution", launch_conv(args, stream));
 }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <sstream>
 #include <string>
 
@@ -67,12 +68,12 @@ struct RaggedOperands {
   int64_t scratch_words = 0;
 };
 
-// y[images, out_height, out_width, n] of x[images, height, width, k]; a batch entry of the weights is a tap.
+// y[images, height.result, width.result, n] of x[images, height.size, width.size, k]; a batch entry of the weights is a
+// tap.
 struct ConvOperands {
   Operand x, bias, y;
   WeightOperands weights;
-  int64_t images = 0, height = 0, width = 0, out_height = 0, out_width = 0;
-  int64_t window[2] = {}, strides[2] = {}, low[2] = {}, dilation[2] = {};
+  ConvGeometry geometry{};
   Activation activation = Activation::kNone;
 };
 
@@ -366,23 +367,31 @@ inline ffi::Error check_conv(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw, 
   WONLY_RETURN_IF_ERROR(check_rank("x", x, 4));
   WONLY_RETURN_IF_ERROR(check_rank("the result", y, 4));
   if (window.size() != 8) return invalid("window has ", window.size(), " entries; accepted: 8");
+  ConvGeometry& g = out.geometry;
   for (size_t i = 0; i < 8; ++i) {
     const bool low = i / 2 == 2;
     if (window[i] < (low ? -kMost : 1) || window[i] > kMost) {
       return invalid("window[", i, "] = ", window[i], "; accepted: ", low ? -kMost : 1, " to ", kMost);
     }
-    (i / 2 == 0 ? out.window : i / 2 == 1 ? out.strides : low ? out.low : out.dilation)[i % 2] = window[i];
+    ConvAxis& axis = i % 2 == 0 ? g.height : g.width;
+    (i / 2 == 0   ? axis.window
+     : i / 2 == 1 ? axis.stride
+     : low        ? axis.low
+                  : axis.dilation) = static_cast<int>(window[i]);
   }
-  out.images = x.dimensions()[0];
-  out.height = x.dimensions()[1];
-  out.width = x.dimensions()[2];
-  out.out_height = y.dimensions()[1];
-  out.out_width = y.dimensions()[2];
-  const int64_t k = x.dimensions()[3], n = y.dimensions()[3], taps = out.window[0] * out.window[1];
-  WONLY_RETURN_IF_ERROR(check_operand("x", x, out.images, false, {out.height, out.width, k}, false, out.x));
+  const auto in = x.dimensions(), result = y.dimensions();
+  for (const int64_t size : {in[0], in[1], in[2], result[1], result[2]}) {
+    if (size > std::numeric_limits<int>::max()) return invalid("a size is ", size, "; accepted: less than 2^31");
+  }
+  g.images = static_cast<int>(in[0]);
+  g.height.size = static_cast<int>(in[1]);
+  g.width.size = static_cast<int>(in[2]);
+  g.height.result = static_cast<int>(result[1]);
+  g.width.result = static_cast<int>(result[2]);
+  const int64_t k = in[3], n = result[3], taps = int64_t{g.height.window} * g.width.window;
+  WONLY_RETURN_IF_ERROR(check_operand("x", x, in[0], false, {in[1], in[2], k}, false, out.x));
   WONLY_RETURN_IF_ERROR(check_inputs("x", k));
-  WONLY_RETURN_IF_ERROR(
-      check_operand("the result", y, out.images, false, {out.out_height, out.out_width, n}, false, out.y));
+  WONLY_RETURN_IF_ERROR(check_operand("the result", y, in[0], false, {result[1], result[2], n}, false, out.y));
   WONLY_RETURN_IF_ERROR(check_choice("has_bias", has_bias, 1));
   WONLY_RETURN_IF_ERROR(check_choice("activation", activation, static_cast<int64_t>(Activation::kSilu)));
   out.activation = static_cast<Activation>(activation);

@@ -5,7 +5,7 @@ much the same on other GPUs.
 """
 
 import functools
-import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,11 @@ _WARPGROUP_TOKENS = 128  # that share one pass over the weights
 _GROUP_END = 0.16  # more time for every end of a group in 128 inputs but one
 _SUM = 0.4  # and for every one, with float zeros or offsets
 _TILE_OUTPUTS = 256  # of the tiled kernel
-_TILED_COSTS = {256: 0.66, 192: 0.51, 128: 0.43}  # microseconds of a stage of 64 inputs, for tokens of a tile
 _STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 _STREAM_FLOAT32 = 1.1e6
 STREAM_TOKENS = 16
-# CTAs of a cluster, pixels of its tile, and microseconds of a stage of the convolution's kernel.
-_CONV_STAGES = (
-    *((1, 64, 0.41), (1, 128, 0.47), (1, 192, 0.54), (1, 256, 0.64)),
-    *((2, 64, 0.47), (2, 128, 0.51), (2, 192, 0.56), (2, 256, 0.68)),
-)
 _CONV = 650e6  # operations per microsecond of XLA's convolution
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
-
 
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 _DECODE_TOKENS = 2
@@ -47,6 +40,30 @@ _TRANSPOSED_TOKENS_FLOAT32 = 256
 _QUANTIZED_TOKENS = 256
 _QUANTIZED_ROWS = 0.66
 _QUANTIZED_BLOCKS = 1.38
+
+
+class _Costs(NamedTuple):
+    """Microseconds that products in tiles take: ``tiled::Costs`` in ``ffi/cuda/matmul_tiled.h``."""
+
+    stages: tuple[tuple[int, int, float], ...]  # CTAs of a cluster, tokens of its tile, and what 64 inputs take
+    start: float
+    wave: float
+    alone: float
+    split: float
+    sums: float
+    more: float
+    most_splits: int
+    least_stages: int
+
+
+_TILED = _Costs(((2, 256, 0.66), (2, 192, 0.51), (2, 128, 0.43)), 3.0, 2.5, 0.0, 0.0, 8.7, 2.1, 8, 8)
+_CONV_TILES = _Costs(
+    (
+        *((1, 64, 0.41), (1, 128, 0.47), (1, 192, 0.54), (1, 256, 0.64)),
+        *((2, 64, 0.47), (2, 128, 0.51), (2, 192, 0.56), (2, 256, 0.68)),
+    ),
+    *(2.8, 0.5, 0.5, 3.1, 3.0, 1.5, 16, 3),
+)
 
 
 @functools.cache
@@ -97,18 +114,23 @@ def _stream(m: int, weights: float, wide: bool) -> float:
     return -(-m // STREAM_TOKENS) * weights / (_STREAM_FLOAT32 if wide else _STREAM)
 
 
-def _tiled(m: int, k: int, n: int, batch: int) -> float:
-    """Microseconds of the tiled kernel: ``choose`` in ``ffi/cuda/matmul.cu``."""
-    clusters = _gpu()[1] // 2
-    stages = -(-k // 64)
+def _tiles(m: int, n: int, stages: int, batch: int, costs: _Costs) -> float:
+    """Microseconds of a product in tiles of ``stages`` times 64 inputs: ``choose`` in ``ffi/cuda/matmul_tiled.cu``."""
     times = []
-    for tokens, stage in _TILED_COSTS.items():
-        waves, rest = divmod(batch * -(-m // tokens) * -(-n // _TILE_OUTPUTS), clusters)
-        wave = stages * stage + 2.5
-        splits = range(2, min(8, stages // 8, clusters // max(rest, 1)) + 1)
-        shared = (wave / split + tokens / 256 * (8.7 + 2.1 * (split - 2)) for split in splits)
-        times.append(3 + waves * wave + (min([wave, *shared]) if rest else 0.0))
+    for ctas, tokens, stage in costs.stages:
+        clusters = _gpu()[1] // ctas
+        waves, rest = divmod(batch * -(-m // tokens) * -(-n // (128 * ctas)), clusters)
+        wave = stages * stage + costs.wave
+        last = [wave]
+        for splits in range(2, min(costs.most_splits, stages // costs.least_stages, clusters // max(rest, 1)) + 1):
+            sums = tokens / 256 * (costs.sums + costs.more * (splits - 2))
+            last.append((wave - costs.alone) / splits + costs.alone + costs.split + sums)
+        times.append(costs.start + waves * wave + (min(last) if rest else 0.0))
     return min(times)
+
+
+def _tiled(m: int, k: int, n: int, batch: int) -> float:
+    return _tiles(m, n, -(-k // 64), batch, _TILED)
 
 
 def kernel(
@@ -221,20 +243,11 @@ def use_conv(pixels: int, k: int, n: int, taps: int, bits: int) -> bool:
 
 
 def conv_estimate(pixels: int, k: int, n: int, taps: int, bits: int) -> tuple[float, float]:
-    """Microseconds of a convolution: by the kernel (``choose`` in ``ffi/cuda/conv.cu``), and dequantized."""
-    stages = taps * -(-k // 64)
-    best = math.inf
-    for ctas, tile, stage in _CONV_STAGES:
-        clusters = _gpu()[1] // ctas
-        waves, rest = divmod(-(-pixels // tile) * -(-n // (128 * ctas)), clusters)
-        wave = stages * stage + 0.5
-        splits = range(2, min(16, stages // 3, clusters // max(rest, 1)) + 1)
-        shared = (stages * stage / split + 3.6 + split * 1.5 * tile / 256 for split in splits)
-        best = min(best, 2.8 + waves * wave + (min([wave, *shared]) if rest else 0.0))
+    """Microseconds of a convolution: by the kernel, and dequantized."""
     weights = taps * k * n
     # The weights are dequantized, and turned as cuDNN wants them.
     dense = weights * (bits / 8 + 7) / _MEMORY + 6 + max(6.0, 2.0 * weights * pixels / _CONV)
-    return best, dense
+    return _tiles(pixels, n, taps * -(-k // 64), 1, _CONV_TILES), dense
 
 
 def transposed_kernel(m, n: int, x_dtype) -> str:

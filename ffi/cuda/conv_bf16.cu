@@ -2,8 +2,8 @@
 
 namespace wonly::conv {
 
-cudaError_t launch_bf16(const ConvArgs& args, const Config& config, int multiprocessors, cudaStream_t stream) {
-  return launch_typed<__nv_bfloat16>(args, config, multiprocessors, stream);
+cudaError_t launch_bf16(const ConvArgs& args, const tiled::Config& config, cudaStream_t stream) {
+  return launch_typed<__nv_bfloat16>(args, config, stream);
 }
 
 }  // namespace wonly::conv

@@ -2,8 +2,8 @@
 
 namespace wonly::conv {
 
-cudaError_t launch_f16(const ConvArgs& args, const Config& config, int multiprocessors, cudaStream_t stream) {
-  return launch_typed<__half>(args, config, multiprocessors, stream);
+cudaError_t launch_f16(const ConvArgs& args, const tiled::Config& config, cudaStream_t stream) {
+  return launch_typed<__half>(args, config, stream);
 }
 
 }  // namespace wonly::conv

@@ -109,46 +109,12 @@ float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* co
   return least;
 }
 
-// The tiled kernel, in the same units: a stage of 64 inputs of a tile while all multiprocessors work, what a wave and
-// the kernel add, and what it takes to hand the sums of the largest tile over.
-struct TiledCost {
-  int tokens;
-  float stage;
-};
-constexpr TiledCost kTiledCosts[] = {{256, 0.66f}, {192, 0.51f}, {128, 0.43f}};
-constexpr float kTiledWave = 2.5f, kTiledStart = 3.f, kTiledSplit = 8.7f, kTiledMoreSplits = 2.1f;
+constexpr tiled::Costs::Stage kTiledStages[] = {{2, 256, 0.66f}, {2, 192, 0.51f}, {2, 128, 0.43f}};
+constexpr tiled::Costs kTiledCosts{
+    kTiledStages,  /*stage_count=*/3, /*start=*/3.f, /*wave=*/2.5f,     /*alone=*/0.f,
+    /*split=*/0.f, /*sums=*/8.7f,     /*more=*/2.1f, /*most_splits=*/8, /*least_stages=*/8};
 // Fewer tokens keep the exact products of the other kernels.
 constexpr int64_t kTiledTokens = 129;
-constexpr int kTiledMostSplits = 8, kTiledLeastStages = 8;  // of a cluster
-
-float choose(const MatmulArgs& args, const Device& device, tiled::Config* config) {
-  const int64_t clusters = device.multiprocessors / tiled::kClusterCtas;
-  const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
-  float least = 0.f;
-  for (const TiledCost& cost : kTiledCosts) {
-    const int64_t tiles = args.batch * ceil_div(args.m, cost.tokens) * ceil_div(args.n, tiled::kTileOutputs);
-    const int64_t rest = tiles % clusters;
-    const float wave = static_cast<float>(stages) * cost.stage + kTiledWave;
-    for (int splits = 1; splits <= kTiledMostSplits; ++splits) {
-      if (splits > 1 && (rest == 0 || rest * splits > clusters || stages < splits * kTiledLeastStages ||
-                         tiled::scratch_bytes(rest, splits) > args.scratch_bytes)) {
-        break;
-      }
-      float last = rest == 0 ? 0.f : wave;
-      if (splits > 1) {
-        const float sums = static_cast<float>(cost.tokens) / tiled::kTileTokens;
-        last = wave / static_cast<float>(splits) +
-               sums * (kTiledSplit + static_cast<float>(splits - 2) * kTiledMoreSplits);
-      }
-      const float us = kTiledStart + static_cast<float>(tiles / clusters) * wave + last;
-      if (least == 0.f || us < least) {
-        least = us;
-        *config = {device.multiprocessors, cost.tokens, splits};
-      }
-    }
-  }
-  return least;
-}
 
 // The streaming kernel reads the weights again for every 16 tokens.
 constexpr int64_t kStreamPass = 16;
@@ -196,7 +162,9 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const float us = exact ? choose(args, device, &warpgroups) : stream_us(args);
     if (args.m >= (exact ? kTiledTokens : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
-      if (choose(args, device, &tiles) < us) return tiled::launch(args, tiles, stream);
+      const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
+      const float tiled_us = tiled::choose(args, stages, device.multiprocessors, kTiledCosts, &tiles);
+      if (tiled_us < us) return tiled::launch(args, tiles, stream);
     }
     if (exact) return warpgroup::launch(args, warpgroups, stream);
   }

@@ -1,4 +1,5 @@
 #include "cuda/matmul_tiled.h"
+#include "layout.h"
 
 namespace wonly::tiled {
 
@@ -7,6 +8,35 @@ bool supports(const MatmulArgs& args) {
   const bool shift =
       args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype;
   return sixteen_bits && args.k % 8 == 0 && args.k > 0 && args.m > 0 && args.scale_dtype == args.x_dtype && shift;
+}
+
+float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config) {
+  float least = 0.f;
+  for (int i = 0; i < costs.stage_count; ++i) {
+    const Costs::Stage& stage = costs.stages[i];
+    const int64_t tiles = args.batch * ceil_div(args.m, stage.tokens) * ceil_div(args.n, stage.ctas * kCtaOutputs);
+    const int64_t clusters = multiprocessors / stage.ctas, rest = tiles % clusters;
+    const float wave = static_cast<float>(stages) * stage.us + costs.wave;
+    for (int splits = 1; splits <= costs.most_splits; ++splits) {
+      const Config tried{multiprocessors, stage.tokens, splits, stage.ctas};
+      if (splits > 1 && (rest == 0 || rest * splits > clusters || stages < splits * costs.least_stages ||
+                         scratch_bytes(tried, rest) > args.scratch_bytes)) {
+        break;
+      }
+      float last = rest == 0 ? 0.f : wave;
+      if (splits > 1) {
+        const float sums = static_cast<float>(stage.tokens) / kTileTokens;
+        last = (wave - costs.alone) / static_cast<float>(splits) + costs.alone + costs.split +
+               sums * (costs.sums + static_cast<float>(splits - 2) * costs.more);
+      }
+      const float us = costs.start + static_cast<float>(tiles / clusters) * wave + last;
+      if (least == 0.f || us < least) {
+        least = us;
+        *config = tried;
+      }
+    }
+  }
+  return least;
 }
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream) {

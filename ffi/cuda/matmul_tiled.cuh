@@ -55,16 +55,15 @@ struct Waves : Rows {
     return tile;
   }
 
-  template <typename Sync, int kSums>
-  __device__ bool gather(const Tile& tile, int warpgroup, Sync&& sync, float (&sums)[kSums]) const {
+  template <int kSums>
+  __device__ bool gather(const Tile& tile, const Consumer& me, float (&sums)[kSums]) const {
     if (tile.end_stage - tile.first_stage == params.stages) return true;
-    const int thread = threadIdx.x % 128;
-    uint32_t* const arrived = params.arrived + (tile.rest * cta_count + rank) * kWarpgroups + warpgroup;
+    uint32_t* const arrived = params.arrived + (tile.rest * cta_count + rank) * kWarpgroups + me.warpgroup;
     const auto partial_of = [&](int split) {
       const int64_t slice =
           ((static_cast<int64_t>(tile.rest) * (params.splits - 1) + split) * cta_count + rank) * kWarpgroups +
-          warpgroup;
-      return params.partial + slice * (params.tokens / 8 * 128) + thread;
+          me.warpgroup;
+      return params.partial + slice * (params.tokens / 8 * 128) + me.thread();
     };
     if (tile.split < params.splits - 1) {
       float4* to = partial_of(tile.split);
@@ -72,15 +71,15 @@ struct Waves : Rows {
       for (int i = 0; i < kSums / 4; ++i) {
         to[i * 128] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
       }
-      sync();
-      if (thread == 0) ptx::add_release(arrived, 1);
+      me.sync();
+      if (me.thread() == 0) ptx::add_release(arrived, 1);
       return false;
     }
-    if (thread == 0) {
+    if (me.thread() == 0) {
       while (ptx::load_acquire(arrived) != static_cast<uint32_t>(params.splits - 1)) {
       }
     }
-    sync();
+    me.sync();
     for (int split = params.splits - 2; split >= 0; --split) {
       const float4* from = partial_of(split);
 #pragma unroll
@@ -98,43 +97,49 @@ struct Waves : Rows {
   __device__ int64_t row(const Tile& tile, int i) const { return tile.first + i; }
 };
 
-template <typename X>
-cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
-  CUtensorMap map;
-  if (cudaError_t error = describe_activations(args, kBoxRows, &map); error != cudaSuccess) return error;
-  Params<Waves> params{};
-  params.args = args;
-  params.log2_group_blocks = log2_group_blocks(args);
+// Deals the tiles of a product out, of `stages` stages each, and launches them; `own` is what else the source takes.
+template <typename Source, typename X>
+cudaError_t launch_waves(const MatmulArgs& args, const Config& config, int stages, const typename Source::Params& own,
+                         const CUtensorMap& map, cudaStream_t stream) {
+  Params<Source> params{args, own, log2_group_blocks(args)};
   Waves::Params& walk = params.source;
   walk.tokens = config.tokens;
-  walk.stages = static_cast<int>(ceil_div(args.k, kStageK));
+  walk.stages = stages;
   walk.token_tiles = static_cast<int>(ceil_div(args.m, config.tokens));
-  walk.output_tiles = static_cast<int>(ceil_div(args.n, kTileOutputs));
+  walk.output_tiles = static_cast<int>(ceil_div(args.n, config.ctas * kOutputs));
   const int64_t tiles = args.batch * walk.token_tiles * walk.output_tiles;
-  const int clusters = config.multiprocessors / kCluster;
+  const int clusters = config.multiprocessors / config.ctas;
   walk.waves = static_cast<int>(tiles / clusters);
   walk.rest = static_cast<int>(tiles % clusters);
   walk.splits = config.splits;
-  if (walk.rest * walk.splits > clusters || walk.rest * kCluster * kWarpgroups * 4 > kArrivedBytes ||
-      scratch_bytes(walk.rest, walk.splits) > args.scratch_bytes) {
+  const int64_t counters = int64_t{4} * walk.rest * config.ctas * kWarpgroups;
+  if (walk.rest * walk.splits > clusters || walk.splits > stages || (walk.splits > 1 && counters > kArrivedBytes) ||
+      scratch_bytes(config, walk.rest) > args.scratch_bytes) {
     return cudaErrorInvalidConfiguration;
   }
   if (walk.splits > 1) {
     walk.arrived = static_cast<uint32_t*>(args.scratch);
     walk.partial = reinterpret_cast<float4*>(static_cast<uint8_t*>(args.scratch) + kArrivedBytes);
-    if (cudaError_t error = cudaMemsetAsync(walk.arrived, 0, kArrivedBytes, stream); error != cudaSuccess) {
-      return error;
-    }
+    const cudaError_t error = cudaMemsetAsync(walk.arrived, 0, static_cast<size_t>(counters), stream);
+    if (error != cudaSuccess) return error;
   }
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(kCluster * (walk.waves > 0 ? clusters : walk.rest * walk.splits)));
+  shape.grid = dim3(static_cast<unsigned>(config.ctas * (walk.waves > 0 ? clusters : walk.rest * walk.splits)));
   shape.threads = kThreads;
-  shape.cluster = kCluster;
-  return with_shape<Waves, X>(args, [&](auto* s) {
+  shape.cluster = config.ctas;
+  return with_shape<Source, X>(args, [&](auto* s) {
     using S = std::remove_pointer_t<decltype(s)>;
     shape.shared_bytes = S::kSourceAt;
     return launch_kernel(tiled_matmul<S>, shape, stream, params, map);
   });
+}
+
+template <typename X>
+cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
+  if (config.ctas != kCluster) return cudaErrorInvalidConfiguration;
+  CUtensorMap map;
+  if (cudaError_t error = describe_activations(args, kBoxRows, &map); error != cudaSuccess) return error;
+  return launch_waves<Waves, X>(args, config, static_cast<int>(ceil_div(args.k, kStageK)), {}, map, stream);
 }
 
 }  // namespace wonly::tiled

@@ -6,20 +6,40 @@
 namespace wonly::tiled {
 
 // The most that one cluster computes at a time.
-constexpr int kTileTokens = 256, kTileOutputs = 256, kClusterCtas = 2;
+constexpr int kTileTokens = 256, kClusterCtas = 2, kCtaOutputs = 128;
 constexpr int kStageInputs = 64;
 
 struct Config {
-  int multiprocessors;  // to spread over
-  int tokens;           // of a tile: at most kTileTokens, a multiple of 64
-  int splits;           // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
+  int multiprocessors;      // to spread over
+  int tokens;               // of a tile: at most kTileTokens, a multiple of 64
+  int splits;               // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
+  int ctas = kClusterCtas;  // of a cluster; 1 in convolutions alone
 };
 
 // Scratch that sharing each of `rest` tiles takes: counters, and the sums of all clusters but the last.
 constexpr int64_t kArrivedBytes = 4096;
-constexpr int64_t scratch_bytes(int64_t rest, int64_t splits) {
-  return splits == 1 ? 0 : kArrivedBytes + rest * (splits - 1) * kTileTokens * kTileOutputs * 4;
+constexpr int64_t scratch_bytes(const Config& config, int64_t rest) {
+  const int64_t sums = rest * (config.splits - 1) * config.ctas * kCtaOutputs * config.tokens;
+  return config.splits == 1 ? 0 : kArrivedBytes + 4 * sums;
 }
+
+// What products in tiles take, in microseconds.
+struct Costs {
+  struct Stage {
+    int ctas, tokens;  // of a tile
+    float us;          // of 64 inputs, while all multiprocessors work
+  };
+  const Stage* stages;
+  int stage_count;
+  float start, wave;              // what the kernel and a wave add
+  float alone;                    // of what a wave adds: what clusters that share a tile do not share
+  float split, sums, more;        // what sharing adds; of the sums of 256 tokens for two clusters, and for one more
+  int most_splits, least_stages;  // of a cluster
+};
+
+// Sets the configuration that is expected to be fastest for `stages` stages of inputs and the scratch that there is;
+// returns the microseconds that it should take.
+float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config);
 
 // 16-bit activations whose rows the tensor copy engine can fetch, and scales (and zeros or offsets, unless uint8) of
 // the same type.

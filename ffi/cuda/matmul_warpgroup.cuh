@@ -24,6 +24,7 @@
 #include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ptx_sm90.cuh"
+#include "cuda/ring.cuh"
 #include "cuda/tensor_map.h"
 #include "cuda/wgmma.cuh"
 #include "dequant/convert.h"
@@ -92,20 +93,6 @@ struct Shape {
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
   static constexpr int kSumTokens = 16;  // that a warp adds up at once
   static constexpr int kSumWarps = kTokens < 64 ? kTokens / kSumTokens : 4;
-};
-
-// A slot of the ring and how often, modulo 2, the walk has been around.
-template <int kStages>
-struct RingPosition {
-  int slot = 0;
-  uint32_t phase = 0;
-
-  __device__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
 };
 
 struct Params {

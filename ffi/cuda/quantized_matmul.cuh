@@ -14,6 +14,7 @@
 
 #include <type_traits>
 
+#include "cuda/cluster_tiles.cuh"
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/launch.h"
@@ -28,16 +29,9 @@ namespace wonly::quantized {
 constexpr int kStageK = 128;
 constexpr int kSteps = kStageK / 32;
 constexpr int kTokens = 256;
-constexpr int kWarpgroups = 2;  // that multiply, 64 outputs each
-constexpr int kOutputs = kWarpgroups * kTileN;
-constexpr int kCluster = 2;
-constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kBarrierBytes = 1024;  // keeps the ring aligned for the 128-byte swizzle
-constexpr int kBandTiles = 8;        // token tiles that are walked together, for the cache
-constexpr int kStagedTokens = 32;    // that a warpgroup writes at a time
-constexpr int kStagedStride = kTileN + 4;
-constexpr int kPlainStagedTokens = 16;  // of float32
+constexpr int kCluster = tiles::kCluster;
+constexpr int kStagedTokens = 16;  // that a warpgroup writes at a time, as float32
+using tiles::Consumer, tiles::kOutputs, tiles::kWarpgroups;
 
 enum class Mode { kRows, kBlocks, kShiftedBlocks };
 
@@ -65,15 +59,15 @@ struct Shape {
   static constexpr int kTokenArrays = kRows ? 0 : kShifted ? 3 : 1;  // scale; sum, offset
   static constexpr int kStageBytes = kTokensAt + kTokenArrays * kTokens * 4;
   static constexpr int kGatherWarps = kRows ? 0 : 3;  // of the producer's: one of factors, two of tokens
-  static constexpr int kStagedBytes = kWarpgroups * kPlainStagedTokens * kStagedStride * 4;
+  static constexpr int kStagedBytes = kWarpgroups * kStagedTokens * tiles::kStagedStride * 4;
   static constexpr int kRowBytes = kRows ? kWarpgroups * 3 * kTokens * 4 : 0;  // scale, sum and offset of the tokens
-  static constexpr int kFit = ((227 << 10) - kBarrierBytes - kStagedBytes - kRowBytes) / kStageBytes;
+  static constexpr int kFit = ((227 << 10) - tiles::kBarrierBytes - kStagedBytes - kRowBytes) / kStageBytes;
   static constexpr int kStages = kFit < 8 ? kFit : 8;
-  static constexpr int kStagedAt = kBarrierBytes + kStages * kStageBytes;
+  static constexpr int kStagedAt = tiles::kBarrierBytes + kStages * kStageBytes;
   static constexpr int kRowsAt = kStagedAt + kStagedBytes;
   static constexpr int kSharedBytes = kRowsAt + kRowBytes;
   static_assert(kStageBytes % 1024 == 0 && kStages >= 4);
-  static_assert(kPlainStagedTokens * kStagedStride * 4 >= kStagedTokens * kTileN * 2);
+  static_assert(kStagedTokens * tiles::kStagedStride * 4 >= tiles::kChunkRows * kTileN * 2);
 };
 
 struct Params {
@@ -152,13 +146,11 @@ __device__ __forceinline__ void signed_bytes(uint32_t word, uint32_t lift, uint3
 }
 
 template <typename S>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(tiles::kThreads, 1)
     quantized_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap x_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
-  uint64_t* full = reinterpret_cast<uint64_t*>(shared);
-  uint64_t* empty = full + S::kStages;
-  uint8_t* const ring = shared + kBarrierBytes;
+  tiles::Ring<S::kStages, S::kStageBytes> ring(shared);
 
   const QuantizedMatmulArgs& all = params.args;
   const MatmulArgs& args = all.product;
@@ -173,59 +165,33 @@ __global__ void __launch_bounds__(kThreads, 1)
     int batch, m0, n0;
   };
   const auto tile_at = [&](int index) {
-    const int of_batch = params.token_tiles * params.row_tiles, at = index % of_batch;
-    const int band = at / (kBandTiles * params.row_tiles), in_band = at % (kBandTiles * params.row_tiles);
-    const int height = min(kBandTiles, params.token_tiles - band * kBandTiles);
+    const int of_batch = params.token_tiles * params.row_tiles;
+    const tiles::Place place = tiles::place_of(index % of_batch, params.token_tiles, params.row_tiles);
     Tile tile;
     tile.batch = index / of_batch;
-    tile.m0 = (band * kBandTiles + in_band % height) * kTokens;
-    tile.n0 = (in_band / height * kCluster + rank) * kOutputs;
+    tile.m0 = place.row * kTokens;
+    tile.n0 = (place.column * kCluster + rank) * kOutputs;
     return tile;
   };
 
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      ptx::barrier_init(full + i, 1 + S::kGatherWarps);
-      ptx::barrier_init(empty + i, kCluster * kWarpgroups * 4);
-    }
-    ptx::barrier_init_fence();
-  }
-  ptx::cluster_sync();  // the other CTA's copies and arrivals come to these barriers
-
-  int slot = 0;
-  uint32_t phase = 0;
-  const auto advance = [&] {
-    if (++slot == S::kStages) {
-      slot = 0;
-      phase ^= 1;
-    }
-  };
+  ring.init(1 + S::kGatherWarps, kCluster);
 
   if (warp >= kWarpgroups * 4) {
-    ptx::lower_registers<kProducerRegisters>();
+    ptx::lower_registers<tiles::kProducerRegisters>();
     const int producer = warp - kWarpgroups * 4;
     if (producer == 0) {
-      const int n_tiles = static_cast<int>(ceil_div(args.n, kTileN));
       for (int index = cluster; index < params.tiles; index += clusters) {
         const Tile tile = tile_at(index);
-        const uint32_t* words =
-            args.qw + tile.batch * args.qw_batch_stride + static_cast<int64_t>(tile.n0 / kTileN) * k_tiles * kTileWords;
-        const int strips = max(min(n_tiles - tile.n0 / kTileN, kWarpgroups), 0);
+        const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.batch, tile.n0);
         const int x_batch = args.x_batch_stride == 0 ? 0 : tile.batch;
-        for (int stage = 0; stage < stages; ++stage, advance()) {
-          ptx::barrier_wait(empty + slot, phase ^ 1);
+        for (int stage = 0; stage < stages; ++stage, ring.advance()) {
+          ring.wait_empty();
           if (!ptx::elect_one()) continue;
-          uint8_t* to = ring + slot * S::kStageBytes;
-          const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
-          ptx::barrier_expect(full + slot, S::kXBytes + strips * tile_bytes);
-          ptx::tensor_copy_3d_multicast(to + rank * (S::kXBytes / kCluster), &x_map, stage * kStageK,
-                                        tile.m0 + rank * (kTokens / kCluster), x_batch, full + slot,
+          ptx::barrier_expect(ring.filled(), S::kXBytes + strips.count * strips.bytes(stage));
+          ptx::tensor_copy_3d_multicast(ring.stage() + rank * (S::kXBytes / kCluster), &x_map, stage * kStageK,
+                                        tile.m0 + rank * (kTokens / kCluster), x_batch, ring.filled(),
                                         (1 << kCluster) - 1);
-          for (int i = 0; i < strips; ++i) {
-            ptx::bulk_copy(to + S::kXBytes + i * S::kWeightBytes,
-                           words + (static_cast<int64_t>(i) * k_tiles + stage * S::kTiles) * kTileWords, tile_bytes,
-                           full + slot);
-          }
+          strips.copy(ring.stage() + S::kXBytes, 0, stage, ring.filled());
         }
       }
     } else if constexpr (!S::kRows) {
@@ -242,13 +208,12 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
           };
           fetch(0);
-          for (int stage = 0; stage < stages; ++stage, advance()) {
-            ptx::barrier_wait(empty + slot, phase ^ 1);
-            Factor* to = reinterpret_cast<Factor*>(ring + slot * S::kStageBytes + S::kFactorsAt) + lane;
+          for (int stage = 0; stage < stages; ++stage, ring.advance()) {
+            ring.wait_empty();
+            Factor* to = reinterpret_cast<Factor*>(ring.stage() + S::kFactorsAt) + lane;
 #pragma unroll
             for (int i = 0; i < kOutputs / 32; ++i) to[32 * i] = factors[i].template factor<S>(args);
-            __syncwarp();
-            if (lane == 0) ptx::barrier_arrive(full + slot);
+            ring.fill(lane);
             if (stage + 1 < stages) fetch(stage + 1);
           }
         } else {
@@ -281,16 +246,15 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
           };
           fetch(0);
-          for (int stage = 0; stage < stages; ++stage, advance()) {
-            ptx::barrier_wait(empty + slot, phase ^ 1);
-            float* to = reinterpret_cast<float*>(ring + slot * S::kStageBytes + S::kTokensAt) + first;
+          for (int stage = 0; stage < stages; ++stage, ring.advance()) {
+            ring.wait_empty();
+            float* to = reinterpret_cast<float*>(ring.stage() + S::kTokensAt) + first;
 #pragma unroll
             for (int array = 0; array < S::kTokenArrays; ++array) {
 #pragma unroll
               for (int i = 0; i < kEach; ++i) to[array * kTokens + 32 * i] = values[array][i];
             }
-            __syncwarp();
-            if (lane == 0) ptx::barrier_arrive(full + slot);
+            ring.fill(lane);
             if (stage + 1 < stages) fetch(stage + 1);
           }
         }
@@ -298,49 +262,35 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncwarp();
   } else {
-    ptx::raise_registers<kConsumerRegisters>();
-    const int warpgroup = warp / 4;
-    const int t = lane % 4;
-    const int row = warp % 4 * kAtomN + lane / 4;  // of the warpgroup's outputs, and row + 8
-    const int thread = threadIdx.x % 128;
-    const auto sync = [&] {
-      if (warpgroup == 0) {
-        ptx::warpgroup_sync<1>();
-      } else {
-        ptx::warpgroup_sync<2>();
-      }
-    };
+    ptx::raise_registers<tiles::kConsumerRegisters>();
+    const Consumer me{warp / 4, warp % 4};
     float* const staged =
-        reinterpret_cast<float*>(shared + S::kStagedAt) + warpgroup * kPlainStagedTokens * kStagedStride;
-    float* const of_tokens = reinterpret_cast<float*>(shared + S::kRowsAt) + warpgroup * 3 * kTokens;  // kRows
+        reinterpret_cast<float*>(shared + S::kStagedAt) + me.warpgroup * kStagedTokens * tiles::kStagedStride;
+    float* const of_tokens = reinterpret_cast<float*>(shared + S::kRowsAt) + me.warpgroup * 3 * kTokens;  // kRows
     const bool is_static = all.fused != nullptr;
     const bool plain =
         args.activation == Activation::kNone && args.y_dtype != DType::kF32 && !is_static && args.n % 8 == 0;
     const bool sums_weights = all.x_offsets != nullptr;
     const auto my_turn = [&] {
-      if (warpgroup == 0) {
+      if (me.warpgroup == 0) {
         ptx::named_sync<3, 256>();
       } else {
         ptx::named_sync<4, 256>();
       }
     };
     const auto your_turn = [&] {
-      if (warpgroup == 0) {
+      if (me.warpgroup == 0) {
         ptx::named_arrive<4, 256>();
       } else {
         ptx::named_arrive<3, 256>();
       }
     };
-    if ((!S::kRows || S::kFloat8) && warpgroup == 1) your_turn();  // the first has the first
-    const auto release = [&](int of) {  // to both producers, which fill this CTA's slot together
-      __syncwarp();
-      if (lane < kCluster) ptx::barrier_arrive_at_rank(empty + of, lane);
-    };
+    if ((!S::kRows || S::kFloat8) && me.warpgroup == 1) your_turn();  // the first has the first
 
     for (int index = cluster; index < params.tiles; index += clusters) {
       const Tile tile = tile_at(index);
-      const int n0 = tile.n0 + warpgroup * kTileN;
-      const auto output = [&](int i) { return min(int64_t{n0} + row + 8 * i, args.n - 1); };
+      const int n0 = tile.n0 + me.warpgroup * kTileN;
+      const auto output = [&](int i) { return min(int64_t{n0} + me.row() + 8 * i, args.n - 1); };
       Factor factor[2] = {};
       int weight_sums[2] = {};  // of codes less their zeros: over this lane's inputs of a group
       if constexpr (S::kRows) {
@@ -352,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
 #pragma unroll
         for (int i = 0; i < kTokens / 128; ++i) {
-          const int64_t m = min(int64_t{tile.m0} + thread + 128 * i, args.m - 1);
+          const int64_t m = min(int64_t{tile.m0} + me.thread() + 128 * i, args.m - 1);
           const int64_t at = tile.batch * all.x_scales_batch_stride + m;
           const int64_t sum_at = tile.batch * all.x_sums_batch_stride + m;
           float sum = 0.f;
@@ -360,17 +310,17 @@ __global__ void __launch_bounds__(kThreads, 1)
             sum = S::kFloat8 ? static_cast<const float*>(all.x_sums)[sum_at]
                              : static_cast<float>(static_cast<const int32_t*>(all.x_sums)[sum_at]);
           }
-          of_tokens[thread + 128 * i] = is_static ? 1.f : all.x_scales[at];
-          of_tokens[kTokens + thread + 128 * i] = sum;
-          of_tokens[2 * kTokens + thread + 128 * i] = sums_weights ? all.x_offsets[at] : 0.f;
+          of_tokens[me.thread() + 128 * i] = is_static ? 1.f : all.x_scales[at];
+          of_tokens[kTokens + me.thread() + 128 * i] = sum;
+          of_tokens[2 * kTokens + me.thread() + 128 * i] = sums_weights ? all.x_offsets[at] : 0.f;
         }
       }
 
       // Packed words of 32 inputs of the stage at `slot`, which has landed.
       const auto load_step = [&](int step, uint32_t (&words)[S::kStepWords]) {
-        const uint8_t* data = ring + slot * S::kStageBytes + S::kXBytes + warpgroup * S::kWeightBytes;
+        const uint8_t* data = ring.stage() + S::kXBytes + me.warpgroup * S::kWeightBytes;
         const int tile = S::kBits == 4 ? step / 2 : step;
-        const uint4* const vector = reinterpret_cast<const uint4*>(data + tile * kTileBytes) + warp % 4 * 32 + lane;
+        const uint4* const vector = reinterpret_cast<const uint4*>(data + tile * kTileBytes) + me.thread();
         if constexpr (S::kBits == 4) {
           const uint2 two = reinterpret_cast<const uint2*>(vector)[step % 2];
           words[0] = two.x;
@@ -410,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       std::conditional_t<S::kExact, int, float> acc[kTokens / 2] = {};
       if constexpr (S::kExact) {
         const auto multiply_half = [&](int half, const uint32_t (&with)[kSteps / 2][4]) {
-          const uint64_t x = ptx::wgmma_descriptor(ring + slot * S::kStageBytes);
+          const uint64_t x = ptx::wgmma_descriptor(ring.stage());
           ptx::wgmma_fence();
 #pragma unroll
           for (int i = 0; i < kSteps / 2; ++i) {
@@ -427,7 +377,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int i = 0; i < kSteps / 2; ++i) convert_step(stage, half * kSteps / 2 + i, words[i], to[i]);
         };
         const auto prepare = [&](int stage) {
-          ptx::barrier_wait(full + slot, phase);
+          ring.wait_full();
           operands(stage, 0, first);
         };
         prepare(0);
@@ -436,16 +386,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int stage = 0; stage < stages; ++stage) {
           multiply_half(0, first);
           ptx::wgmma_wait<1>();
-          if (stage > 0) release(last_slot);
+          if (stage > 0) ring.release(last_slot, lane, kCluster);
           operands(stage, 1, second);
           multiply_half(1, second);
           ptx::wgmma_wait<1>();
-          last_slot = slot;
-          advance();
+          last_slot = ring.at.slot;
+          ring.advance();
           if (stage + 1 < stages) prepare(stage + 1);
         }
         ptx::wgmma_wait<0>();
-        release(last_slot);
+        ring.release(last_slot, lane, kCluster);
       } else {
         uint32_t words[kSteps][S::kStepWords];
         const auto load_words = [&] {
@@ -453,17 +403,18 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int i = 0; i < kSteps; ++i) load_step(i, words[i]);
         };
         const auto prepare = [&] {
-          ptx::barrier_wait(full + slot, phase);
+          ring.wait_full();
           if constexpr (S::kBits == 4) load_words();  // there are registers for those alone
         };
         prepare();
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
           if constexpr (S::kBits == 8) load_words();
-          const int at = slot;
-          const uint8_t* const data = ring + slot * S::kStageBytes;
+          const int at = ring.at.slot;
+          const uint8_t* const data = ring.stage();
           if constexpr (!S::kRows) {
-            const Factor* factors = reinterpret_cast<const Factor*>(data + S::kFactorsAt) + warpgroup * kTileN + row;
+            const Factor* factors =
+                reinterpret_cast<const Factor*>(data + S::kFactorsAt) + me.warpgroup * kTileN + me.row();
             factor[0] = factors[0];
             factor[1] = factors[8];
           }
@@ -508,11 +459,11 @@ __global__ void __launch_bounds__(kThreads, 1)
             ptx::wgmma_wait<0>();
             ptx::keep(part);
             if (half == 1) {
-              advance();
+              ring.advance();
               if (stage + 1 < stages) prepare();  // while sums are scaled
             }
-            const float* const tokens =
-                reinterpret_cast<const float*>(data + S::kTokensAt) + half * kHalf + 2 * t;  // two of every eight
+            const float* const tokens = reinterpret_cast<const float*>(data + S::kTokensAt) + half * kHalf +
+                                        lane % 4 * 2;  // two of every eight
 #pragma unroll
             for (int block = 0; block < kHalf / 8; ++block) {
               float* const to = acc + half * (kHalf / 2) + 4 * block;
@@ -542,7 +493,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               }
             }
           }
-          release(at);
+          ring.release(at, lane, kCluster);
         }
       }
 
@@ -572,7 +523,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           return make_float2(acc[at], acc[at + 1]);
         } else {
           const int i = at % 4 / 2;
-          const float* const token = of_tokens + at / 4 * 8 + 2 * t;
+          const float* const token = of_tokens + at / 4 * 8 + lane % 4 * 2;
           const float2 scale = *reinterpret_cast<const float2*>(token);
           const float2 sum = *reinterpret_cast<const float2*>(token + kTokens);
           const float2 offset = *reinterpret_cast<const float2*>(token + 2 * kTokens);
@@ -584,80 +535,32 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
 
-      // Through shared memory, so that a token's outputs leave together.
-      float bias[2] = {};
-      if (plain && args.has_bias) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          bias[i] = load_element(args.bias, tile.batch * args.bias_batch_stride + output(i), args.bias_dtype);
-        }
-      }
+      const int rows = static_cast<int>(min(args.m - tile.m0, int64_t{kTokens}));
+      const auto row_of = [&](int i) { return tile.batch * args.m + tile.m0 + i; };
       if (plain) {
+        float bias[2] = {};
+        if (args.has_bias) me.load_bias(args, tile.batch, n0, bias);
         const bool f16 = args.y_dtype == DType::kF16;
-        uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [token][8 outputs], in an order without conflicts
-#pragma unroll
-        for (int part = 0; part < kTokens / kStagedTokens; ++part) {
-          const int m0 = tile.m0 + part * kStagedTokens;
-          if (m0 >= args.m) break;
-          sync();
-#pragma unroll
-          for (int pair = 0; pair < kStagedTokens / 16; ++pair) {
-            uint32_t matrices[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float2 two = finished(part * (kStagedTokens / 2) + pair * 8 + i * 2);
-              const float low = two.x + bias[i % 2], high = two.y + bias[i % 2];
-              matrices[i] = f16 ? pack_pair(from_float<__half>(low), from_float<__half>(high))
-                                : pack_pair(from_float<__nv_bfloat16>(low), from_float<__nv_bfloat16>(high));
-            }
-            const int token = pair * 16 + lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
-            ptx::store_matrices_transposed(chunks + token * 8 + (chunk ^ (token % 8)), matrices);
-          }
-          sync();
-#pragma unroll
-          for (int i = 0; i < kStagedTokens * 8 / 128; ++i) {
-            const int token = i * 16 + thread / 8, chunk = thread % 8;
-            const int n = n0 + chunk * 8;
-            if (m0 + token >= args.m || n >= args.n) continue;
-            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.y) +
-                                      (static_cast<int64_t>(tile.batch) * args.m + m0 + token) * args.n + n) =
-                chunks[token * 8 + (chunk ^ (token % 8))];
-          }
-        }
-      } else {
-#pragma unroll
-        for (int part = 0; part < kTokens / kPlainStagedTokens; ++part) {
-          const int m0 = tile.m0 + part * kPlainStagedTokens;
-          if (m0 >= args.m) break;
-          sync();
-#pragma unroll
-          for (int i = 0; i < kPlainStagedTokens / 2; i += 2) {
-            const float2 two = finished(part * (kPlainStagedTokens / 2) + i);
-            float* const to = staged + (i / 4 * 8 + 2 * t) * kStagedStride + row + i % 4 / 2 * 8;
-            to[0] = two.x;
-            to[kStagedStride] = two.y;
-          }
-          sync();
-#pragma unroll 1
-          for (int i = thread; i < kPlainStagedTokens * (kTileN / 4); i += 128) {
-            const int token = i / (kTileN / 4);
-            const int n = n0 + i % (kTileN / 4) * 4;
-            if (m0 + token >= args.m || n >= args.n) continue;
-            const float4 v = *reinterpret_cast<const float4*>(staged + token * kStagedStride + (n - n0));
-            const float value[4] = {v.x, v.y, v.z, v.w};
-            if (!is_static) {
-              finish4(args, tile.batch, m0 + token, n, value);
-              continue;
-            }
-            int8_t* const to =
-                static_cast<int8_t*>(args.y) + (static_cast<int64_t>(tile.batch) * args.m + m0 + token) * args.n + n;
-            for (int j = 0; j < 4 && n + j < args.n; ++j) {
-              const int rounded = __float2int_rn(fminf(fmaxf(value[j], -1024.f), 1024.f));
-              to[j] = static_cast<int8_t>(max(min(rounded + all.zero, all.high), all.low));
-            }
-          }
-        }
+        const auto pack = [&](int at) {
+          const float2 two = finished(at);
+          const float low = two.x + bias[at % 4 / 2], high = two.y + bias[at % 4 / 2];
+          return f16 ? pack_pair(from_float<__half>(low), from_float<__half>(high))
+                     : pack_pair(from_float<__nv_bfloat16>(low), from_float<__nv_bfloat16>(high));
+        };
+        me.store_packed<kTokens>(args, n0, rows, staged, pack, row_of);
+        continue;
       }
+      me.store<kTokens, kStagedTokens>(rows, args.n - n0, staged, finished, [&](int i, int n, const float (&value)[4]) {
+        if (!is_static) {
+          finish4(args, tile.batch, tile.m0 + i, n0 + n, value);
+          return;
+        }
+        int8_t* const to = static_cast<int8_t*>(args.y) + row_of(i) * args.n + n0 + n;
+        for (int j = 0; j < 4 && n0 + n + j < args.n; ++j) {
+          const int rounded = __float2int_rn(fminf(fmaxf(value[j], -1024.f), 1024.f));
+          to[j] = static_cast<int8_t>(max(min(rounded + all.zero, all.high), all.low));
+        }
+      });
     }
   }
   ptx::cluster_sync();  // the other CTA may still copy to here
@@ -688,7 +591,7 @@ cudaError_t launch_shape(const QuantizedMatmulArgs& args, int multiprocessors, c
   const int clusters = multiprocessors / kCluster;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(kCluster * (params.tiles < clusters ? params.tiles : clusters)));
-  shape.threads = kThreads;
+  shape.threads = tiles::kThreads;
   shape.cluster = kCluster;
   shape.shared_bytes = S::kSharedBytes;
   return launch_kernel(quantized_matmul<S>, shape, stream, params, map);

@@ -56,8 +56,8 @@ struct Spans : tiled::Rows {
     return tile;
   }
 
-  template <typename Sync, int kSums>
-  __device__ bool gather(const Tile&, int, Sync&&, float (&)[kSums]) const {
+  template <int kSums>
+  __device__ bool gather(const Tile&, const tiled::Consumer&, float (&)[kSums]) const {
     return true;
   }
 

@@ -19,7 +19,6 @@ using warpgroup::kArrivals;
 using warpgroup::kBarrierBytes;
 using warpgroup::kStageK;
 using warpgroup::kStageSteps;
-using warpgroup::RingPosition;
 
 constexpr int kColumns = kTileRows;  // of a product
 constexpr int kCtaBytes = 227 << 10;

@@ -48,17 +48,20 @@ cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtens
 cudaError_t describe_pixels(const ConvArgs& args, int pixels, CUtensorMap* map) {
   static const auto encode = driver_function<PFN_cuTensorMapEncodeIm2col_v12000>("cuTensorMapEncodeIm2col");
   if (encode == nullptr) return cudaErrorNotSupported;
-  const auto k = static_cast<cuuint64_t>(args.product.k), width = static_cast<cuuint64_t>(args.width),
-             height = static_cast<cuuint64_t>(args.height);
-  const cuuint64_t sizes[4] = {k, width, height, static_cast<cuuint64_t>(args.images)};
+  const ConvGeometry& g = args.geometry;
+  const auto k = static_cast<cuuint64_t>(args.product.k), width = static_cast<cuuint64_t>(g.width.size),
+             height = static_cast<cuuint64_t>(g.height.size);
+  const cuuint64_t sizes[4] = {k, width, height, static_cast<cuuint64_t>(g.images)};
   const cuuint64_t strides[3] = {k * 2, k * width * 2, k * width * height * 2};
   // Where the first tap of a window may be: from -low on, as far as the result has pixels. Upper corners count from the
   // last pixel of an image.
-  const int lower[2] = {-args.low_width, -args.low_height};
-  const int upper[2] = {(args.out_width - 1) * args.stride_width - args.low_width - (args.width - 1),
-                        (args.out_height - 1) * args.stride_height - args.low_height - (args.height - 1)};
-  const cuuint32_t element_strides[4] = {1, static_cast<cuuint32_t>(args.stride_width),
-                                         static_cast<cuuint32_t>(args.stride_height), 1};
+  const int lower[2] = {-g.width.low, -g.height.low};
+  const auto upper_of = [](const ConvAxis& axis) {
+    return (axis.result - 1) * axis.stride - axis.low - (axis.size - 1);
+  };
+  const int upper[2] = {upper_of(g.width), upper_of(g.height)};
+  const cuuint32_t element_strides[4] = {1, static_cast<cuuint32_t>(g.width.stride),
+                                         static_cast<cuuint32_t>(g.height.stride), 1};
   const CUresult result =
       encode(map, data_type(args.product), 4, const_cast<void*>(args.product.x), sizes, strides, lower, upper, 64,
              static_cast<cuuint32_t>(pixels), element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,

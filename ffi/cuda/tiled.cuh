@@ -23,6 +23,7 @@
 
 #include <type_traits>
 
+#include "cuda/cluster_tiles.cuh"
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/launch.h"
@@ -39,18 +40,12 @@ namespace wonly::tiled {
 constexpr int kStageK = kStageInputs;
 constexpr int kSteps = kStageK / 16;
 constexpr int kTileRows = kTileTokens;
-constexpr int kWarpgroups = 2;                  // that multiply, 64 outputs each
-constexpr int kOutputs = kWarpgroups * kTileN;  // of a CTA
+using tiles::Consumer, tiles::kOutputs, tiles::kThreads, tiles::kWarpgroups, tiles::Place, tiles::place_of;
 constexpr int kCluster = kClusterCtas;
-static_assert(kCluster * kOutputs == kTileOutputs);
-constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kBarrierBytes = 1024;          // keeps the ring aligned for the 128-byte swizzle
+static_assert(kOutputs == kCtaOutputs && kCluster == tiles::kCluster);
 constexpr int kAffineWarps = kOutputs / 64;  // of the producer's, two outputs per lane
-constexpr int kBandTiles = 8;                // tiles of rows that are walked together, for the cache
 constexpr int kBoxRows = 32;                 // of the tensor copy engine
-constexpr int kStagedRows = 32;              // that a warpgroup writes at a time
-constexpr int kStagedStride = kTileN + 4;    // floats of a row, so that no two lanes share a bank
+constexpr int kStagedRows = 32;              // that a warpgroup writes at a time, as float32
 
 // Rows of activations and the cluster's outputs, to be summed over stages first_stage .. end_stage - 1.
 struct Tile {
@@ -89,17 +84,6 @@ struct Rows {
   }
 };
 
-// Where tile `index` of a matrix of tiles lies: rows of tiles that are walked together share their activations' cache
-// lines, and their weights are read by all before they leave the cache.
-struct Place {
-  int row, column;
-};
-__device__ __forceinline__ Place place_of(int index, int rows, int columns) {
-  const int band = index / (kBandTiles * columns), in_band = index % (kBandTiles * columns);
-  const int height = min(kBandTiles, rows - band * kBandTiles);
-  return {band * kBandTiles + in_band % height, in_band / height};
-}
-
 // What turns the codes of one output and group into weights: code * scale + offset where the codes' zero is a power of
 // two (or offsets are given, which are the same), else (code - zero) * scale. Each in both halves of a register.
 struct alignas(16) Affine {
@@ -118,10 +102,11 @@ struct Shape {
   static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
   static constexpr int kAffineAt = kXBytes + kWarpgroups * kWeightBytes;
   static constexpr int kStageBytes = kAffineAt + 2 * kOutputs * static_cast<int>(sizeof(Affine));
-  static constexpr int kStagedBytes = kWarpgroups * kStagedRows * kStagedStride * 4;
-  static constexpr int kFit = ((227 << 10) - kBarrierBytes - kStagedBytes - Source::kMostSharedBytes) / kStageBytes;
+  static constexpr int kStagedBytes = kWarpgroups * kStagedRows * tiles::kStagedStride * 4;
+  static constexpr int kFit =
+      ((227 << 10) - tiles::kBarrierBytes - kStagedBytes - Source::kMostSharedBytes) / kStageBytes;
   static constexpr int kStages = kFit < 8 ? kFit : 8;
-  static constexpr int kStagedAt = kBarrierBytes + kStages * kStageBytes;
+  static constexpr int kStagedAt = tiles::kBarrierBytes + kStages * kStageBytes;
   static constexpr int kSourceAt = kStagedAt + kStagedBytes;
   static_assert(kStageBytes % 1024 == 0 && kStages >= 4);
 };
@@ -205,51 +190,31 @@ __global__ void __launch_bounds__(kThreads, 1)
   using C = Convert<S>;
   using Source = typename S::Source;
   extern __shared__ __align__(1024) uint8_t shared[];
-  uint64_t* full = reinterpret_cast<uint64_t*>(shared);
-  uint64_t* empty = full + S::kStages;
-  uint8_t* const ring = shared + kBarrierBytes;
-
+  tiles::Ring<S::kStages, S::kStageBytes> ring(shared);
   const MatmulArgs& args = params.args;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);  // known to be uniform
   const int lane = threadIdx.x % 32;
 
   const Source source(params.source, args, shared + S::kSourceAt);
   const int ctas = source.ctas(), rank = blockIdx.x % ctas;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      ptx::barrier_init(full + i, 1 + kAffineWarps);
-      ptx::barrier_init(empty + i, ctas * kWarpgroups * 4);
-    }
-    ptx::barrier_init_fence();
-  }
-  ptx::cluster_sync();  // the other CTA's copies and arrivals come to these barriers
+  ring.init(1 + kAffineWarps, ctas);
   const int64_t count = source.count();
-  warpgroup::RingPosition<S::kStages> at;
 
   if (warp >= kWarpgroups * 4) {
-    ptx::lower_registers<kProducerRegisters>();
+    ptx::lower_registers<tiles::kProducerRegisters>();
     if (warp == kWarpgroups * 4) {
-      const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
-      const int64_t n_tiles = ceil_div(args.n, kTileN);
       for (int64_t index = 0; index < count; ++index) {
         const Tile tile = source.tile(index);
         if (tile.weights < 0) continue;
         const int x_bytes = source.columns(tile) * kStageK * 2, x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
-        const uint32_t* words = args.qw + tile.weights * args.qw_batch_stride + tile.n0 / kTileN * k_tiles * kTileWords;
-        const int strips = static_cast<int>(max(min(n_tiles - tile.n0 / kTileN, int64_t{kWarpgroups}), int64_t{0}));
+        const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.weights, tile.n0);
         auto walk = source.walk(tile, rank);
-        for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), at.advance()) {
-          ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
+        for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
+          ring.wait_empty();
           if (!ptx::elect_one()) continue;
-          uint8_t* to = ring + at.slot * S::kStageBytes;
-          const int tile_bytes = min(S::kTiles, k_tiles - walk.stage * S::kTiles) * kTileBytes;
-          ptx::barrier_expect(full + at.slot, x_bytes + strips * tile_bytes);
-          source.copy(to, &x_map, tile, walk, x_batch, rank, full + at.slot);
-          for (int i = 0; i < strips; ++i) {
-            const int64_t packed = (walk.tap * n_tiles + i) * k_tiles + walk.stage * S::kTiles;
-            ptx::bulk_copy(to + S::kXBytes + i * S::kWeightBytes, words + packed * kTileWords, tile_bytes,
-                           full + at.slot);
-          }
+          ptx::barrier_expect(ring.filled(), x_bytes + strips.count * strips.bytes(walk.stage));
+          source.copy(ring.stage(), &x_map, tile, walk, x_batch, rank, ring.filled());
+          strips.copy(ring.stage() + S::kXBytes, walk.tap, walk.stage, ring.filled());
         }
       }
     } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
@@ -304,9 +269,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           };
           fetch();
           Affine affine[2];
-          for (int stage = tile.first_stage, made = -1; stage < tile.end_stage; ++stage, walk.next(), at.advance()) {
-            ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
-            Affine* to = reinterpret_cast<Affine*>(ring + at.slot * S::kStageBytes + S::kAffineAt) + first;
+          for (int stage = tile.first_stage, made = -1; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
+            ring.wait_empty();
+            Affine* to = reinterpret_cast<Affine*>(ring.stage() + S::kAffineAt) + first;
             const int group = walk.tap * groups + group_of_tap();
 #pragma unroll
             for (int set = 0; set < 2; ++set) {
@@ -319,8 +284,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
             if (group != made) fetch();
             made = group;
-            __syncwarp();
-            if (lane == 0) ptx::barrier_arrive(full + at.slot);
+            ring.fill(lane);
           }
         }
       };
@@ -343,24 +307,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncwarp();
   } else {
-    ptx::raise_registers<kConsumerRegisters>();
-    const int warpgroup = warp / 4;
-    const int row = warp % 4 * kAtomN + lane / 4;  // of the warpgroup's outputs, and row + 8
-    const int thread = threadIdx.x % 128;
-    const auto sync = [&] {
-      if (warpgroup == 0) {
-        ptx::warpgroup_sync<1>();
-      } else {
-        ptx::warpgroup_sync<2>();
-      }
-    };
-    float* const staged = reinterpret_cast<float*>(shared + S::kStagedAt) + warpgroup * kStagedRows * kStagedStride;
+    ptx::raise_registers<tiles::kConsumerRegisters>();
+    const Consumer me{warp / 4, warp % 4};
+    float* const staged =
+        reinterpret_cast<float*>(shared + S::kStagedAt) + me.warpgroup * kStagedRows * tiles::kStagedStride;
     const bool plain = args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
     const bool small_groups = params.log2_group_blocks == 0;  // two of them in a stage
 
     const auto run = [&](const Tile& tile, auto columns) {
       constexpr int kColumns = columns.value;
-      const int64_t n0 = tile.n0 + warpgroup * kTileN;
+      const int64_t n0 = tile.n0 + me.warpgroup * kTileN;
       float acc[kColumns / 2] = {};
       Affine affine[2][2];  // of the halves of a stage, and of the outputs row and row + 8
       // Codes of a stage, which has landed: one vector of each of its packed tiles.
@@ -382,7 +338,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       const auto multiply_half = [&](int half, const uint32_t (&with)[kSteps / 2][4]) {
-        const uint64_t x = ptx::wgmma_descriptor(ring + at.slot * S::kStageBytes);
+        const uint64_t x = ptx::wgmma_descriptor(ring.stage());
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kSteps / 2; ++i) {
@@ -395,20 +351,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         ptx::wgmma_commit();
       };
-      const auto release = [&](int slot) {  // to both producers, which fill this CTA's slot together
-        __syncwarp();
-        if (lane < ctas) ptx::barrier_arrive_at_rank(empty + slot, lane);
-      };
       // All that is needed to convert the codes of the stage that comes next.
       const auto prepare = [&] {
-        ptx::barrier_wait(full + at.slot, at.phase);
-        const uint8_t* const data = ring + at.slot * S::kStageBytes;
+        ring.wait_full();
+        const uint8_t* const data = ring.stage();
 #pragma unroll
         for (int i = 0; i < S::kTiles; ++i) {
-          words[i] = reinterpret_cast<const uint4*>(data + S::kXBytes + warpgroup * S::kWeightBytes +
-                                                    i * kTileBytes)[warp % 4 * 32 + lane];
+          words[i] = reinterpret_cast<const uint4*>(data + S::kXBytes + me.warpgroup * S::kWeightBytes +
+                                                    i * kTileBytes)[me.thread()];
         }
-        const Affine* factors = reinterpret_cast<const Affine*>(data + S::kAffineAt) + warpgroup * kTileN + row;
+        const Affine* factors = reinterpret_cast<const Affine*>(data + S::kAffineAt) + me.warpgroup * kTileN + me.row();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -426,80 +378,34 @@ __global__ void __launch_bounds__(kThreads, 1)
         convert_half(0, first);
         multiply_half(0, first);
         ptx::wgmma_wait<1>();
-        if (stage > tile.first_stage) release(last_slot);
+        if (stage > tile.first_stage) ring.release(last_slot, lane, ctas);
         convert_half(1, second);
         multiply_half(1, second);
-        last_slot = at.slot;
-        at.advance();
+        last_slot = ring.at.slot;
+        ring.advance();
         if (stage + 1 < tile.end_stage) prepare();
         ptx::wgmma_wait<1>();
       }
       ptx::wgmma_wait<0>();
-      release(last_slot);
+      ring.release(last_slot, lane, ctas);
 
-      if (n0 >= args.n || !source.gather(tile, warpgroup, sync, acc)) return;
-      // Through shared memory, so that a row's outputs leave together.
-      float bias[2] = {};
-      if (plain && args.has_bias) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          bias[i] = load_element(args.bias, tile.weights * args.bias_batch_stride + min(n0 + row + 8 * i, args.n - 1),
-                                 args.bias_dtype);
-        }
-      }
-      constexpr int kParts = kColumns / kStagedRows;
+      if (n0 >= args.n || !source.gather(tile, me, acc)) return;
       if (plain) {
-        uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          const int base = part * kStagedRows;
-          if (base >= tile.rows) break;
-          sync();
-#pragma unroll
-          for (int pair = 0; pair < kStagedRows / 16; ++pair) {
-            uint32_t matrices[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float* two = acc + part * (kStagedRows / 2) + pair * 8 + i * 2;
-              matrices[i] = pack_pair(from_float<X>(fmaf(two[0], 1.f / C::kUnit, bias[i % 2])),
-                                      from_float<X>(fmaf(two[1], 1.f / C::kUnit, bias[i % 2])));
-            }
-            const int token = pair * 16 + lane / 16 * 8 + lane % 8, chunk = warp % 4 * 2 + lane / 8 % 2;
-            ptx::store_matrices_transposed(chunks + token * 8 + (chunk ^ (token % 8)), matrices);
-          }
-          sync();
-#pragma unroll
-          for (int i = 0; i < kStagedRows * 8 / 128; ++i) {
-            const int token = i * 16 + thread / 8, chunk = thread % 8;
-            const int64_t n = n0 + chunk * 8;
-            if (base + token >= tile.rows || n >= args.n) continue;
-            X* const to = static_cast<X*>(args.y) + (tile.weights * args.m + source.row(tile, base + token)) * args.n;
-            *reinterpret_cast<uint4*>(to + n) = chunks[token * 8 + (chunk ^ (token % 8))];
-          }
-        }
+        float bias[2] = {};
+        if (args.has_bias) me.load_bias(args, tile.weights, n0, bias);
+        const auto pack = [&](int i) {
+          return pack_pair(from_float<X>(fmaf(acc[i], 1.f / C::kUnit, bias[i % 4 / 2])),
+                           from_float<X>(fmaf(acc[i + 1], 1.f / C::kUnit, bias[i % 4 / 2])));
+        };
+        const auto row_of = [&](int i) { return tile.weights * args.m + source.row(tile, i); };
+        me.store_packed<kColumns>(args, n0, tile.rows, staged, pack, row_of);
         return;
       }
-#pragma unroll 1
-      for (int base = 0; base < tile.rows; base += kStagedRows) {
-        sync();
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          if (part * kStagedRows != base) continue;
-#pragma unroll
-          for (int i = 0; i < kStagedRows / 2; ++i) {
-            staged[(i / 4 * 8 + lane % 4 * 2 + i % 2) * kStagedStride + row + i % 4 / 2 * 8] =
-                acc[part * (kStagedRows / 2) + i] * (1.f / C::kUnit);
-          }
-        }
-        sync();
-#pragma unroll 1
-        for (int i = thread; i < min(kStagedRows, tile.rows - base) * (kTileN / 4); i += 128) {
-          const int token = i / (kTileN / 4), quad = i % (kTileN / 4);
-          if (n0 + quad * 4 >= args.n) continue;
-          const float4 v = *reinterpret_cast<const float4*>(staged + token * kStagedStride + quad * 4);
-          finish4(args, tile.weights, source.row(tile, base + token), n0 + quad * 4, {v.x, v.y, v.z, v.w});
-        }
-      }
+      const auto sums = [&](int i) { return make_float2(acc[i] * (1.f / C::kUnit), acc[i + 1] * (1.f / C::kUnit)); };
+      me.store<kColumns, kStagedRows>(tile.rows, args.n - n0, staged, sums,
+                                      [&](int i, int n, const float (&values)[4]) {
+                                        finish4(args, tile.weights, source.row(tile, i), n0 + n, values);
+                                      });
     };
 
     for (int64_t index = 0; index < count; ++index) {

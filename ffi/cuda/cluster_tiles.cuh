@@ -1,0 +1,187 @@
+// What the kernels have in common whose clusters walk over tiles (tiled.cuh, quantized_matmul.cuh): a producer warp of
+// each CTA keeps a ring of stages full, half of the activations of every stage for both CTAs, and two warpgroups of 64
+// outputs each multiply them.
+#pragma once
+
+#include "cuda/element.cuh"
+#include "cuda/matmul.h"
+#include "cuda/ptx_sm90.cuh"
+#include "cuda/ring.cuh"
+#include "layout.h"
+
+namespace wonly::tiles {
+
+constexpr int kWarpgroups = 2;                  // that multiply, 64 outputs each
+constexpr int kOutputs = kWarpgroups * kTileN;  // of a CTA
+constexpr int kCluster = 2;
+constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kBarrierBytes = 1024;        // keeps the ring aligned for the 128-byte swizzle
+constexpr int kBandTiles = 8;              // tiles of rows that are walked together, for the cache
+constexpr int kChunkRows = 32;             // of 16 bits that a warpgroup writes at a time
+constexpr int kStagedStride = kTileN + 4;  // floats of a row, so that no two lanes share a bank
+
+// Where tile `index` of a matrix of tiles lies: rows of tiles that are walked together share their activations' cache
+// lines, and their weights are read by all before they leave the cache.
+struct Place {
+  int row, column;
+};
+__device__ __forceinline__ Place place_of(int index, int rows, int columns) {
+  const int band = index / (kBandTiles * columns), in_band = index % (kBandTiles * columns);
+  const int height = min(kBandTiles, rows - band * kBandTiles);
+  return {band * kBandTiles + in_band % height, in_band / height};
+}
+
+// The ring of a CTA, at the beginning of its shared memory: a stage is full when its copies and those who `fill` it
+// have come, and empty when all warps that multiply, in all CTAs of the cluster, have read it.
+template <int kStages, int kStageBytes>
+struct Ring {
+  uint64_t* full;
+  uint64_t* empty;
+  uint8_t* stages;
+  RingPosition<kStages> at;
+
+  __device__ explicit Ring(uint8_t* shared)
+      : full(reinterpret_cast<uint64_t*>(shared)), empty(full + kStages), stages(shared + kBarrierBytes) {}
+
+  // All threads of the cluster.
+  __device__ void init(int fill, int ctas) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kStages; ++i) {
+        ptx::barrier_init(full + i, fill);
+        ptx::barrier_init(empty + i, ctas * kWarpgroups * 4);
+      }
+      ptx::barrier_init_fence();
+    }
+    ptx::cluster_sync();  // the other CTA's copies and arrivals come to these barriers
+  }
+
+  __device__ uint8_t* stage() const { return stages + at.slot * kStageBytes; }
+  __device__ uint64_t* filled() const { return full + at.slot; }
+  __device__ void wait_empty() const { ptx::barrier_wait(empty + at.slot, at.phase ^ 1); }
+  __device__ void wait_full() const { ptx::barrier_wait(full + at.slot, at.phase); }
+  // By a warp that has filled its part.
+  __device__ void fill(int lane) const {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(full + at.slot);
+  }
+  // By a warp that has read it: to all producers, which fill this CTA's slot together.
+  __device__ void release(int slot, int lane, int ctas) const {
+    __syncwarp();
+    if (lane < ctas) ptx::barrier_arrive_at_rank(empty + slot, lane);
+  }
+  __device__ void advance() { at.advance(); }
+};
+
+// The packed weights of a CTA's outputs, a strip for each warpgroup; a stage has kTiles tiles of each along the inputs.
+template <int kBits, int kTiles>
+struct Strips {
+  const uint32_t* words;
+  int64_t n_tiles;
+  int k_tiles, count;
+
+  __device__ Strips(const MatmulArgs& args, int64_t batch, int64_t n0)
+      : n_tiles(ceil_div(args.n, kTileN)), k_tiles(static_cast<int>(ceil_div(args.k, tile_k(kBits)))) {
+    words = args.qw + batch * args.qw_batch_stride + n0 / kTileN * k_tiles * kTileWords;
+    count = static_cast<int>(max(min(n_tiles - n0 / kTileN, int64_t{kWarpgroups}), int64_t{0}));
+  }
+
+  __device__ int bytes(int stage) const { return min(kTiles, k_tiles - stage * kTiles) * kTileBytes; }  // of a strip
+  // Those of a tap, of which the weights have one after the other.
+  __device__ void copy(uint8_t* to, int tap, int stage, uint64_t* barrier) const {
+    for (int i = 0; i < count; ++i) {
+      const int64_t tile = (tap * n_tiles + i) * k_tiles + stage * kTiles;
+      ptx::bulk_copy(to + i * kTiles * kTileBytes, words + tile * kTileWords, bytes(stage), barrier);
+    }
+  }
+};
+
+// A thread of a warpgroup that multiplies. Its sums of columns 8j .. 8j + 7 (rows of the result) are 4j .. 4j + 3: of
+// columns 2t and 2t + 1 of those for output row(), then for row() + 8.
+struct Consumer {
+  int warpgroup, warp;  // warp: of the warpgroup
+
+  // Not kept in registers.
+  __device__ static int lane() { return threadIdx.x % 32; }
+  __device__ static int thread() { return threadIdx.x % 128; }
+  __device__ int row() const { return warp * kAtomN + lane() / 4; }
+  __device__ void sync() const {
+    if (warpgroup == 0) {
+      ptx::warpgroup_sync<1>();
+    } else {
+      ptx::warpgroup_sync<2>();
+    }
+  }
+
+  // Of its two outputs.
+  __device__ void load_bias(const MatmulArgs& args, int64_t batch, int64_t n0, float (&bias)[2]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      bias[i] = load_element(args.bias, batch * args.bias_batch_stride + min(n0 + row() + 8 * i, args.n - 1),
+                             args.bias_dtype);
+    }
+  }
+
+  // Writes `rows` rows of the result's outputs from n0 on, of 16 bits, through shared memory, so that a row's outputs
+  // leave together. pack(i): sums i and i + 1 as they are stored; row_of(i): where row i is.
+  template <int kColumns, typename Pack, typename RowOf>
+  __device__ __forceinline__ void store_packed(const MatmulArgs& args, int64_t n0, int rows, float* staged, Pack&& pack,
+                                               RowOf&& row_of) const {
+    uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
+#pragma unroll
+    for (int part = 0; part < kColumns / kChunkRows; ++part) {
+      const int base = part * kChunkRows;
+      if (base >= rows) break;
+      sync();
+#pragma unroll
+      for (int pair = 0; pair < kChunkRows / 16; ++pair) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) matrices[i] = pack(part * (kChunkRows / 2) + pair * 8 + i * 2);
+        const int column = pair * 16 + lane() / 16 * 8 + lane() % 8, chunk = warp * 2 + lane() / 8 % 2;
+        ptx::store_matrices_transposed(chunks + column * 8 + (chunk ^ (column % 8)), matrices);
+      }
+      sync();
+#pragma unroll
+      for (int i = 0; i < kChunkRows * 8 / 128; ++i) {
+        const int column = i * 16 + thread() / 8, chunk = thread() % 8;
+        const int64_t n = n0 + chunk * 8;
+        if (base + column >= rows || n >= args.n) continue;
+        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.y) + row_of(base + column) * args.n + n) =
+            chunks[column * 8 + (chunk ^ (column % 8))];
+      }
+    }
+  }
+
+  // The same for results that take more than rounding, kStagedRows rows at a time: sums(i) gives sums i and i + 1, and
+  // write(row, output, values) takes four outputs of a row.
+  template <int kColumns, int kStagedRows, typename Sums, typename Write>
+  __device__ __forceinline__ void store(int rows, int64_t outputs, float* staged, Sums&& sums, Write&& write) const {
+#pragma unroll 1
+    for (int base = 0; base < rows; base += kStagedRows) {
+      sync();
+#pragma unroll
+      for (int part = 0; part < kColumns / kStagedRows; ++part) {
+        if (part * kStagedRows != base) continue;
+#pragma unroll
+        for (int i = 0; i < kStagedRows / 2; i += 2) {
+          const float2 two = sums(part * (kStagedRows / 2) + i);
+          float* const to = staged + (i / 4 * 8 + lane() % 4 * 2) * kStagedStride + row() + i % 4 / 2 * 8;
+          to[0] = two.x;
+          to[kStagedStride] = two.y;
+        }
+      }
+      sync();
+#pragma unroll 1
+      for (int i = thread(); i < min(kStagedRows, rows - base) * (kTileN / 4); i += 128) {
+        const int column = i / (kTileN / 4), quad = i % (kTileN / 4);
+        if (quad * 4 >= outputs) continue;
+        const float4 v = *reinterpret_cast<const float4*>(staged + column * kStagedStride + quad * 4);
+        const float values[4] = {v.x, v.y, v.z, v.w};
+        write(base + column, quad * 4, values);
+      }
+    }
+  }
+};
+
+}  // namespace wonly::tiles
