@@ -7,6 +7,7 @@
 #include <limits>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "abi.h"
 #include "layout.h"
@@ -93,83 +94,69 @@ struct DequantizeOperands {
   int64_t batch = 0;
 };
 
+// The operands that all products begin with: the activations, or their result's cotangent, and the weights.
 template <typename Context>
-auto bind_matmul() {
+auto bind_operands() {
   return ffi::Ffi::Bind()
       .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // x
-      .template Arg<ffi::AnyBuffer>()  // qw
-      .template Arg<ffi::AnyBuffer>()  // scales
-      .RemainingArgs()                 // shift, bias
-      .template Ret<ffi::AnyBuffer>()  // y
-      .RemainingRets()                 // scratch
-      .template Attr<int64_t>("bits")
-      .template Attr<int64_t>("shift_mode")
+      .template Arg<ffi::AnyBuffer>()   // x or dy
+      .template Arg<ffi::AnyBuffer>()   // qw
+      .template Arg<ffi::AnyBuffer>();  // scales
+}
+
+template <typename Binding>
+auto bind_scheme(Binding&& binding) {
+  return std::forward<Binding>(binding).template Attr<int64_t>("bits").template Attr<int64_t>("shift_mode");
+}
+
+template <typename Binding>
+auto bind_epilogue(Binding&& binding) {
+  return bind_scheme(std::forward<Binding>(binding))
       .template Attr<int64_t>("has_bias")
       .template Attr<int64_t>("activation");
 }
 
 template <typename Context>
+auto bind_matmul() {
+  return bind_epilogue(bind_operands<Context>()
+                           .RemainingArgs()                 // shift, bias
+                           .template Ret<ffi::AnyBuffer>()  // y
+                           .RemainingRets());               // scratch
+}
+
+template <typename Context>
 auto bind_conv() {
-  return ffi::Ffi::Bind()
-      .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // x
-      .template Arg<ffi::AnyBuffer>()  // qw
-      .template Arg<ffi::AnyBuffer>()  // scales
-      .RemainingArgs()                 // shift, bias
-      .template Ret<ffi::AnyBuffer>()  // y
-      .template Ret<ffi::AnyBuffer>()  // scratch
-      .template Attr<int64_t>("bits")
-      .template Attr<int64_t>("shift_mode")
-      .template Attr<int64_t>("has_bias")
-      .template Attr<int64_t>("activation")
+  return bind_epilogue(bind_operands<Context>()
+                           .RemainingArgs()                  // shift, bias
+                           .template Ret<ffi::AnyBuffer>()   // y
+                           .template Ret<ffi::AnyBuffer>())  // scratch
       .template Attr<ffi::Span<const int64_t>>("window");
 }
 
 template <typename Context>
 auto bind_matmul_transposed() {
-  return ffi::Ffi::Bind()
-      .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // dy
-      .template Arg<ffi::AnyBuffer>()  // qw
-      .template Arg<ffi::AnyBuffer>()  // scales
-      .RemainingArgs()                 // shift
-      .template Ret<ffi::AnyBuffer>()  // dx
-      .template Attr<int64_t>("bits")
-      .template Attr<int64_t>("shift_mode");
+  return bind_scheme(bind_operands<Context>()
+                         .RemainingArgs()                   // shift
+                         .template Ret<ffi::AnyBuffer>());  // dx
 }
 
 template <typename Context>
 auto bind_ragged_matmul() {
-  return ffi::Ffi::Bind()
-      .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // x
-      .template Arg<ffi::AnyBuffer>()  // qw
-      .template Arg<ffi::AnyBuffer>()  // scales
-      .template Arg<ffi::AnyBuffer>()  // rows
-      .RemainingArgs()                 // shift, bias
-      .template Ret<ffi::AnyBuffer>()  // y
-      .template Ret<ffi::AnyBuffer>()  // scratch
-      .template Attr<int64_t>("bits")
-      .template Attr<int64_t>("shift_mode")
-      .template Attr<int64_t>("has_bias")
-      .template Attr<int64_t>("activation")
+  return bind_epilogue(bind_operands<Context>()
+                           .template Arg<ffi::AnyBuffer>()   // rows
+                           .RemainingArgs()                  // shift, bias
+                           .template Ret<ffi::AnyBuffer>()   // y
+                           .template Ret<ffi::AnyBuffer>())  // scratch
       .template Attr<int64_t>("row_mode");
 }
 
 template <typename Context>
 auto bind_ragged_matmul_transposed() {
-  return ffi::Ffi::Bind()
-      .Ctx<Context>()
-      .template Arg<ffi::AnyBuffer>()  // dy
-      .template Arg<ffi::AnyBuffer>()  // qw
-      .template Arg<ffi::AnyBuffer>()  // scales
-      .template Arg<ffi::AnyBuffer>()  // rows
-      .RemainingArgs()                 // shift
-      .template Ret<ffi::AnyBuffer>()  // dx
-      .template Ret<ffi::AnyBuffer>()  // scratch
-      .template Attr<int64_t>("bits")
-      .template Attr<int64_t>("shift_mode")
+  return bind_scheme(bind_operands<Context>()
+                         .template Arg<ffi::AnyBuffer>()   // rows
+                         .RemainingArgs()                  // shift
+                         .template Ret<ffi::AnyBuffer>()   // dx
+                         .template Ret<ffi::AnyBuffer>())  // scratch
       .template Attr<int64_t>("row_mode");
 }
 

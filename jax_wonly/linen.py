@@ -609,17 +609,8 @@ class QuantizedDense(nn.Module):
         Raises:
           ValueError: the kernel in the parameters is dense, or has another number of outputs.
         """
-        weight = _kernel_of(self, (jnp.shape(inputs)[-1], self.features))
-        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        inputs, _, bias = self.promote_dtype(inputs, _like(weight), bias, dtype=self.dtype)
-        return matmul(
-            inputs,
-            weight,
-            bias=bias,
-            activation=self.activation,
-            precision=self.precision,
-            implementation=self.implementation,
-        )
+        inputs, weight, bias, options = _operands(self, inputs, (jnp.shape(inputs)[-1], self.features))
+        return matmul(inputs, weight, bias=bias, **options)
 
 
 class QuantizedConv(nn.Module):
@@ -670,18 +661,18 @@ class QuantizedConv(nn.Module):
           ValueError: the kernel in the parameters is dense, or has another shape.
         """
         shape = (*as_tuple(self.kernel_size), jnp.shape(inputs)[-1] // self.feature_group_count, self.features)
-        weight = _kernel_of(self, shape)
-        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        inputs, _, bias = self.promote_dtype(inputs, _like(weight), bias, dtype=self.dtype)
-        return convolve(
-            inputs,
-            weight,
-            bias,
-            self,
-            activation=self.activation,
-            precision=self.precision,
-            implementation=self.implementation,
-        )
+        inputs, weight, bias, options = _operands(self, inputs, shape)
+        return convolve(inputs, weight, bias, self, **options)
+
+
+def _operands(module: Any, inputs: jax.Array, shape: tuple[int, ...]) -> tuple[Any, QuantizedTensor, Any, dict]:
+    """Input, kernel and bias of a layer of this module, promoted, and the options of its product."""
+    weight = _kernel_of(module, shape)
+    draw = (module.bias_init, (module.features,), module.param_dtype)
+    bias = module.param("bias", *draw) if module.use_bias else None
+    inputs, _, bias = module.promote_dtype(inputs, _like(weight), bias, dtype=module.dtype)
+    options = {name: getattr(module, name) for name in ("activation", "precision", "implementation")}
+    return inputs, weight, bias, options
 
 
 def _kernel_of(module: Any, shape: tuple[int, ...]) -> QuantizedTensor:

@@ -120,3 +120,9 @@ def check_conv(
             out_dtype=out_dtype,
             rounded_weights=rounded_weights,
         )
+
+
+def check_scheme(rng, bits, mode, k, group_size, *, sizes=(3, 5), **options):
+    """A way to quantize, on small images."""
+    scheme = {"bits": bits, "mode": mode, "k": k, "group_size": group_size}
+    check_conv(rng, sizes=sizes, window=(3, 3), rounded_weights=True, **scheme, **options)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_cases import check_conv
+from conv_cases import check_conv, check_scheme
 from reference import DTYPES, MODES, random_weight, random_x
 
 import jax_wonly as jw
@@ -38,18 +38,8 @@ def test_geometries(rng, geometry):
 def test_schemes(rng, bits, mode):
     x_dtype = list(DTYPES)[rng.integers(3)]
     k, group_size = [(64, 32), (128, 64), (320, None), (96, None)][rng.integers(4)]
-    check_conv(
-        rng,
-        sizes=(3, 5),
-        window=(3, 3),
-        k=k,
-        bits=bits,
-        group_size=group_size,
-        mode=mode,
-        x_dtype=x_dtype,
-        implementation=["cpu", "dequantize", "xla"][rng.integers(3)],
-        rounded_weights=True,
-    )
+    implementation = ["cpu", "dequantize", "xla"][rng.integers(3)]
+    check_scheme(rng, bits, mode, k, group_size, x_dtype=x_dtype, implementation=implementation)
 
 
 def test_many_pixels(rng):

@@ -116,6 +116,38 @@ class QuantizedLayer(nnx.Module):
         return kernel
 
     def _store(
+        self, given: _Given, bits: int, group_size: int | None, quantize_options: Mapping[str, Any] | None
+    ) -> None:
+        """Keeps the parameters."""
+        self._quantize(given.kernel, bits, group_size, quantize_options)
+        self.bias = nnx.data(given.bias)
+
+    def _compute_in(
+        self, dtype, param_dtype, precision, promote_dtype, preferred_element_type, implementation: str | None
+    ) -> None:
+        """Keeps how the layer computes."""
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.promote_dtype = promote_dtype
+        self.preferred_element_type = preferred_element_type
+        self.implementation = implementation
+
+    @classmethod
+    def _stored(cls, dense: Any) -> dict[str, Any]:
+        """The arguments of a layer's constructor that it takes from a dense one's attributes, whatever its type."""
+        kernel = dense.kernel[...]
+        return {
+            "dtype": dense.dtype,
+            "param_dtype": kernel.dtype,
+            "precision": dense.precision,
+            "kernel_init": _Given(cls.arrange(dense, kernel), dense.bias),
+            "promote_dtype": dense.promote_dtype,
+            "preferred_element_type": dense.preferred_element_type,
+            "rngs": nnx.Rngs(0),
+        }
+
+    def _quantize(
         self, kernel: jax.Array, bits: int, group_size: int | None, quantize_options: Mapping[str, Any] | None
     ) -> None:
         weight = quantize_array(kernel, bits=bits, group_size=group_size, **(quantize_options or {}))
@@ -231,18 +263,12 @@ class QuantizedLinear(QuantizedLayer):
                 bias_metadata=bias_metadata or {},
             )
             given = _Given(dense.kernel[...], dense.bias)
-        self._store(given.kernel, bits, group_size, quantize_options)
-        self.bias = nnx.data(given.bias)
+        self._store(given, bits, group_size, quantize_options)
+        self._compute_in(dtype, param_dtype, precision, promote_dtype, preferred_element_type, implementation)
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = use_bias
         self.activation = activation
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.promote_dtype = promote_dtype
-        self.preferred_element_type = preferred_element_type
-        self.implementation = implementation
 
     @classmethod
     def from_linear(cls, linear: nnx.Linear, *, activation: str | None = None, **options: Any) -> Self:
@@ -320,13 +346,7 @@ class QuantizedLinear(QuantizedLayer):
             dense.in_features,
             dense.out_features,
             use_bias=dense.use_bias,
-            dtype=dense.dtype,
-            param_dtype=dense.kernel[...].dtype,
-            precision=dense.precision,
-            kernel_init=_Given(dense.kernel[...], dense.bias),
-            promote_dtype=dense.promote_dtype,
-            preferred_element_type=dense.preferred_element_type,
-            rngs=nnx.Rngs(0),
+            **cls._stored(dense),
             **options,
         )
 
@@ -440,15 +460,9 @@ class QuantizedLinearGeneral(QuantizedLayer):
                 bias_metadata=bias_metadata or {},
             )
             given = _Given(self.arrange(dense, dense.kernel[...]), dense.bias)
-        self._store(given.kernel, bits, group_size, quantize_options)
-        self.bias = nnx.data(given.bias)
+        self._store(given, bits, group_size, quantize_options)
+        self._compute_in(dtype, param_dtype, precision, promote_dtype, preferred_element_type, implementation)
         self.use_bias = use_bias
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.promote_dtype = promote_dtype
-        self.preferred_element_type = preferred_element_type
-        self.implementation = implementation
 
     @classmethod
     def refuses(cls, dense: nnx.LinearGeneral) -> str | None:
@@ -465,20 +479,13 @@ class QuantizedLinearGeneral(QuantizedLayer):
 
     @classmethod
     def _of(cls, dense: nnx.LinearGeneral, **options: Any) -> Self:
-        kernel = dense.kernel[...]
         return cls(
             dense.in_features,
             dense.out_features,
             axis=dense.axis,
             batch_axis=dense.batch_axis,
             use_bias=dense.use_bias,
-            dtype=dense.dtype,
-            param_dtype=kernel.dtype,
-            precision=dense.precision,
-            kernel_init=_Given(cls.arrange(dense, kernel), dense.bias),
-            promote_dtype=dense.promote_dtype,
-            preferred_element_type=dense.preferred_element_type,
-            rngs=nnx.Rngs(0),
+            **cls._stored(dense),
             **options,
         )
 
@@ -565,17 +572,11 @@ class QuantizedEinsum(QuantizedLayer):
                 bias_metadata=bias_metadata or {},
             )
             given = _Given(kernel.arrange(dense.kernel[...]), dense.bias)
-        self._store(given.kernel, bits, group_size, quantize_options)
-        self.bias = nnx.data(given.bias)
+        self._store(given, bits, group_size, quantize_options)
+        self._compute_in(dtype, param_dtype, precision, promote_dtype, preferred_element_type, implementation)
         self.einsum_str = einsum_str
         self.kernel_shape = tuple(kernel_shape)
         self.bias_shape = None if bias_shape is None else tuple(bias_shape)
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.promote_dtype = promote_dtype
-        self.preferred_element_type = preferred_element_type
-        self.implementation = implementation
 
     @classmethod
     def refuses(cls, dense: nnx.Einsum) -> str | None:
@@ -593,18 +594,11 @@ class QuantizedEinsum(QuantizedLayer):
 
     @classmethod
     def _of(cls, dense: nnx.Einsum, **options: Any) -> Self:
-        kernel = dense.kernel[...]
         return cls(
             dense.einsum_str,
             dense.kernel_shape,
             dense.bias_shape,
-            dtype=dense.dtype,
-            param_dtype=kernel.dtype,
-            precision=dense.precision,
-            kernel_init=_Given(cls.arrange(dense, kernel), dense.bias),
-            promote_dtype=dense.promote_dtype,
-            preferred_element_type=dense.preferred_element_type,
-            rngs=nnx.Rngs(0),
+            **cls._stored(dense),
             **options,
         )
 
@@ -712,8 +706,8 @@ class QuantizedConv(QuantizedLayer):
                 bias_metadata=bias_metadata or {},
             )
             given = _Given(dense.kernel[...], dense.bias)
-        self._store(given.kernel, bits, group_size, quantize_options)
-        self.bias = nnx.data(given.bias)
+        self._store(given, bits, group_size, quantize_options)
+        self._compute_in(dtype, param_dtype, precision, promote_dtype, preferred_element_type, implementation)
         self.in_features = in_features
         self.out_features = out_features
         self.kernel_size = as_tuple(kernel_size)
@@ -724,12 +718,6 @@ class QuantizedConv(QuantizedLayer):
         self.feature_group_count = feature_group_count
         self.use_bias = use_bias
         self.activation = activation
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.promote_dtype = promote_dtype
-        self.preferred_element_type = preferred_element_type
-        self.implementation = implementation
 
     @classmethod
     def refuses(cls, dense: nnx.Conv) -> str | None:
@@ -751,13 +739,7 @@ class QuantizedConv(QuantizedLayer):
             kernel_dilation=dense.kernel_dilation,
             feature_group_count=dense.feature_group_count,
             use_bias=dense.use_bias,
-            dtype=dense.dtype,
-            param_dtype=dense.kernel[...].dtype,
-            precision=dense.precision,
-            kernel_init=_Given(dense.kernel[...], dense.bias),
-            promote_dtype=dense.promote_dtype,
-            preferred_element_type=dense.preferred_element_type,
-            rngs=nnx.Rngs(0),
+            **cls._stored(dense),
             **options,
         )
 
@@ -821,19 +803,13 @@ class QuantizedExperts(QuantizedLayer):
 
             kernel = draw(kernel_init, in_features, out_features)
             given = _Given(kernel, nnx.Param(draw(bias_init, out_features)) if use_bias else None)
-        self._store(given.kernel, bits, group_size, quantize_options)
-        self.bias = nnx.data(given.bias)
+        self._store(given, bits, group_size, quantize_options)
+        self._compute_in(dtype, param_dtype, precision, promote_dtype, preferred_element_type, implementation)
         self.num_experts = num_experts
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = use_bias
         self.activation = activation
-        self.dtype = dtype
-        self.param_dtype = param_dtype
-        self.precision = precision
-        self.promote_dtype = promote_dtype
-        self.preferred_element_type = preferred_element_type
-        self.implementation = implementation
 
     @classmethod
     def refuses(cls, dense: nnx.Linear) -> str | None:
@@ -843,17 +819,10 @@ class QuantizedExperts(QuantizedLayer):
 
     @classmethod
     def _of(cls, dense: nnx.Linear, **options: Any) -> Self:
-        kernel = dense.kernel[...]
         return cls(
-            *kernel.shape,
+            *dense.kernel.shape,
             use_bias=dense.use_bias,
-            dtype=dense.dtype,
-            param_dtype=kernel.dtype,
-            precision=dense.precision,
-            kernel_init=_Given(kernel, dense.bias),
-            promote_dtype=dense.promote_dtype,
-            preferred_element_type=dense.preferred_element_type,
-            rngs=nnx.Rngs(0),
+            **cls._stored(dense),
             **options,
         )
 
@@ -938,7 +907,7 @@ class QuantizedEmbed(QuantizedLayer):
                 num_embeddings, features, param_dtype=param_dtype, embedding_init=embedding_init, rngs=rngs
             )
             given = _Given(self.arrange(dense, dense.embedding[...]))
-        self._store(given.kernel, bits, group_size, quantize_options)
+        self._quantize(given.kernel, bits, group_size, quantize_options)
         self.num_embeddings = num_embeddings
         self.features = features
         self.dtype = dtype or given.kernel.dtype

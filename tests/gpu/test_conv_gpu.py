@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_cases import check_conv
+from conv_cases import check_conv, check_scheme
 from reference import MODES, random_weight, random_x
 
 import jax_wonly as jw
@@ -39,21 +39,8 @@ def test_schemes(rng, bits, mode):
         for x_dtype, scale_dtype in [("bfloat16", "bfloat16"), ("float16", "float32")]:
             if mode in ("float_zeros", "offsets"):  # for which the kernel wants the type of x
                 scale_dtype = x_dtype
-            check_conv(
-                rng,
-                sizes=(5, 9),
-                window=(3, 3),
-                k=k,
-                bits=bits,
-                group_size=group_size,
-                mode=mode,
-                x_dtype=x_dtype,
-                scale_dtype=scale_dtype,
-                activation="silu",
-                out_dtype="float32",
-                implementation="cuda",
-                rounded_weights=True,
-            )
+            options = {"x_dtype": x_dtype, "scale_dtype": scale_dtype, "activation": "silu", "out_dtype": "float32"}
+            check_scheme(rng, bits, mode, k, group_size, sizes=(5, 9), implementation="cuda", **options)
 
 
 @pytest.mark.parametrize("implementation", [None, "dequantize"])
