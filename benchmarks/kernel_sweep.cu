@@ -6,7 +6,7 @@
 //   kernel_sweep time BITS GROUP X MS SHAPES [SHIFT]
 //       one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
 //       X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
-//       SHIFT: symmetric (default), integer_zeros, float_zeros or offsets
+//       SHIFT: symmetric (default), integer_zeros, float_zeros, offsets or table
 //       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups
 //       the decode kernel: atoms -1, tiles for parts
 //       the tiled kernel: atoms -2, tiles for tokens / 8, warps for splits
@@ -278,6 +278,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
   const bool integers = shift_name == "integer_zeros";
   const ShiftMode mode = shift_name == "symmetric" ? ShiftMode::kNone
                          : shift_name == "offsets" ? ShiftMode::kOffsets
+                         : shift_name == "table"   ? ShiftMode::kTable
                                                    : ShiftMode::kZeros;
   Device device;
   CHECK(current_device(&device));
@@ -291,12 +292,15 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
     const int copies = static_cast<int>(std::max<int64_t>(4, ceil_div(int64_t{220} << 20, words * 4)));
     int64_t most = 0;
     for (const std::string& m_text : split(ms)) most = std::max<int64_t>(most, std::atoll(m_text.c_str()));
-    const int shift_size = mode == ShiftMode::kNone ? 0 : integers ? 1 : 2;
-    Buffer qw(copies * words * 4), scales(copies * groups * n * 2), shift(copies * groups * n * shift_size),
-        x(most * k * 4), y(most * n * 4), scratch(32 << 20);
+    const bool table = mode == ShiftMode::kTable;
+    const int shift_size = mode == ShiftMode::kNone || table ? 0 : integers ? 1 : 2;
+    Buffer qw(copies * words * 4), scales(copies * groups * n * 2),
+        shift(table ? kTableEntries * 4 : copies * groups * n * shift_size), x(most * k * 4), y(most * n * 4),
+        scratch(32 << 20);
     fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
     fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
     fill(x.data, most * k, xt, -1.f, 1.f, false, 9);
+    if (table) fill(shift.data, kTableEntries, DType::kF32, -1.f, 1.f, false, 10);
     if (shift_size > 0) {
       fill(shift.data, copies * groups * n, integers ? DType::kU8 : st, 0.f, 15.f, integers, 10);
     }
@@ -312,7 +316,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         args.x_dtype = args.y_dtype = xt;
         args.scale_dtype = st;
         args.shift = static_cast<uint8_t*>(shift.data) + i % copies * groups * n * shift_size;
-        args.shift_mode = mode, args.shift_dtype = integers ? DType::kU8 : st;
+        args.shift_mode = mode, args.shift_dtype = integers ? DType::kU8 : table ? DType::kF32 : st;
         calls.push_back(args);
       }
       const double bytes =
@@ -358,9 +362,9 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
             report(0, tokens / 8, warpgroups, cluster, 1,
                    graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
           }
-      for (int tokens : {128, 192, 256})
+      for (int tokens : {64, 128, 192, 256})
         for (int splits = 1; splits <= 8; ++splits) {
-          if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 64) continue;
+          if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 16) continue;
           const tiled::Config config{device.multiprocessors, tokens, splits};
           for (MatmulArgs& args : calls) args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
           if (splits > k / tiled::kStageInputs || tiled::launch(calls[0], config, s) != cudaSuccess) continue;

@@ -61,7 +61,9 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4, choices=(4, 8))
     parser.add_argument("--group-size", type=int, default=128, help="0: one scale per output")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "f16", "f32"))
-    parser.add_argument("--mode", default="symmetric", choices=("symmetric", "integer_zeros", "float_zeros", "offsets"))
+    parser.add_argument(
+        "--mode", default="symmetric", choices=("symmetric", "integer_zeros", "float_zeros", "offsets", "table")
+    )
     parser.add_argument("--m", default="1,8,16,32,64,128")
     parser.add_argument("--shapes", default=SHAPES, help="K x N (default: %(default)s)")
     parser.add_argument("--top", type=int, default=4, help="configurations to show of each product")

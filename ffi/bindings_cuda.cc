@@ -113,7 +113,12 @@ ffi::Error launch_ragged(cudaStream_t stream, const ffi::AnyBuffer& x, const ffi
   WONLY_RETURN_IF_ERROR(check_ragged_scratch(operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.experts, operands.m, weights.k, weights.n, weights.groups));
-  if (weights.shift_mode == ShiftMode::kTable) return invalid("the weights of a ragged product have a table");
+  const bool table = weights.shift_mode == ShiftMode::kTable;
+  if (table && transposed) return invalid("the weights of a transposed ragged product have a table");
+  if (table && (operands.x.type == DType::kF32 || weights.k % 8 != 0)) {
+    return invalid("x has element type ", x.element_type(), " and K = ", weights.k,
+                   ", and the weights a table; accepted: F16, BF16, and multiples of 8");
+  }
   if (y.element_count() == 0) return ffi::Error::Success();
   RaggedArgs args{};
   MatmulArgs& product = args.product;

@@ -65,16 +65,17 @@ class RowMode(IntEnum):
     IDS = 1
 
 
-def matmul_scratch(batch: int, m: int, n: int) -> int:
+def matmul_scratch(batch: int, m: int, n: int, *, table: bool = False) -> int:
     """Words of scratch with which a product of many tokens runs fastest on CUDA: the float32 sums of shared tiles.
 
     As ``tiled::scratch_bytes`` in ``ffi/cuda/matmul_tiled.h`` for all tiles that clusters may share, at most 21 MB.
+    Weights with a table are multiplied in tiles from fewer tokens on.
     """
-    tile, least_tokens = 256, 128
-    if m <= least_tokens:
+    least_tokens = 128
+    if m <= (16 if table else least_tokens):
         return 0
-    tiles = batch * -(-m // least_tokens) * -(-n // tile)
-    return 1024 + min(7 * tiles, 80) * tile * tile
+    tiles = batch * -(-m // least_tokens) * -(-n // 256)
+    return 1024 + min(7 * tiles, 80) * 256 * (256 if m > least_tokens else least_tokens)
 
 
 def conv_scratch(pixels: int, n: int) -> int:

@@ -91,13 +91,11 @@ def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMod
 
 def _tiled_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``tiled::supports`` in ``ffi/cuda/matmul_tiled.cu``, which has the last word."""
-    same = jnp.dtype(x_dtype).itemsize == 2 and scale_dtype == x_dtype
-    return (
-        has_warpgroups()
-        and k % 8 == 0
-        and same
-        and (shift_mode == ShiftMode.NONE or shift_dtype in (jnp.uint8, x_dtype))
-    )
+    if not has_warpgroups() or k % 8 or jnp.dtype(x_dtype).itemsize != 2:
+        return False
+    if shift_mode == ShiftMode.TABLE:
+        return scale_dtype in (x_dtype, jnp.float32)
+    return scale_dtype == x_dtype and (shift_mode == ShiftMode.NONE or shift_dtype in (jnp.uint8, x_dtype))
 
 
 def _warpgroup(
@@ -221,6 +219,11 @@ def use_kernel(
         return True
     fused, dense = estimate(m, k, n, batch, bits, x_dtype, scale_dtype, shift_mode, shift_dtype, groups=groups)
     return fused <= dense
+
+
+def ragged_table_kernel(k: int, x_dtype, scale_dtype) -> bool:
+    """Whether there is a kernel for experts with a table: ``launch_ragged_matmul`` in ``ffi/cuda/ragged_matmul.cu``."""
+    return _tiled_kernel(k, x_dtype, scale_dtype, ShiftMode.TABLE, None)
 
 
 def conv_kernel(x_dtype, k: int, sizes, results, window) -> bool:

@@ -156,6 +156,7 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (4, "symmetric", "bfloat16", 128, 16, 1024, 512, None, False),
         (4, "integer_zeros", "bfloat16", 64, 70, 1024, 512, None, False),
         (8, "symmetric", "float16", None, 140, 1024, 512, None, False),
+        (4, "table", "bfloat16", 64, 140, 1024, 512, "relu", True),
     ]
     for bits, mode, dtype, size, m, k, n, activation, has_bias in plain + fused + (large if platform == "cuda" else []):
         weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype)
@@ -245,7 +246,8 @@ def _conv(rng, platform: str) -> Iterator[Case]:
 
 def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
     experts, k, n = 4, 256, 72
-    for i, (bits, mode, dtype, size) in enumerate(itertools.islice(_schemes(platform), 0, None, 4)):
+    schemes = [*itertools.islice(_schemes(platform), 0, None, 4), (4, "table", "float16", 64)]
+    for i, (bits, mode, dtype, size) in enumerate(schemes):
         rows = 23 if platform == "cpu" or i % 3 else 150
         group = size or k
         weight = _Weight(rng, k, n, bits=bits, group_size=group, mode=mode, scale_dtype=dtype, lead=(experts,))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conversion_cases import CONVERSIONS, SUBNORMAL, check_values, words_of_every_code
+from conversion_cases import CONVERSIONS, SUBNORMAL, TABLES, check_values, words_of_every_code
 
 from jax_wonly import _cpu
 
@@ -16,7 +16,7 @@ def convert(name: str, words: np.ndarray) -> np.ndarray:
 
 
 def test_table_is_tested_whole():
-    assert sorted(NAMES) == sorted([*CONVERSIONS, *SUBNORMAL])
+    assert sorted(NAMES) == sorted([*CONVERSIONS, *SUBNORMAL, *TABLES])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,6 +41,21 @@ def test_more_tokens_never_go_back_to_the_kernel(x, mode):
     assert choices == sorted(choices, reverse=True)
 
 
+def test_tables(warpgroups):
+    """Codes that index a table are looked up for many tokens where the tiled kernel runs."""
+    for m in (1, 16, 64):
+        assert choose(m, mode=ShiftMode.TABLE)
+    for m in (512, 8192):
+        assert choose(m, mode=ShiftMode.TABLE) == warpgroups
+        assert not choose(m, k=8196, mode=ShiftMode.TABLE)
+    for x, scales, k, there in [
+        *((jnp.bfloat16, jnp.bfloat16, 64, True), (jnp.float16, jnp.float32, 72, True)),
+        *((jnp.float16, jnp.bfloat16, 64, False), (jnp.float32, jnp.float32, 64, False)),
+        (jnp.bfloat16, jnp.bfloat16, 68, False),
+    ]:
+        assert _cuda_dispatch.ragged_table_kernel(k, x, scales) == (there and warpgroups)
+
+
 @pytest.mark.parametrize("x", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_transposed(monkeypatch, warpgroups, x):
     """The gradient of x is fused where its kernels run and are not expected to be slower."""

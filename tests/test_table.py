@@ -174,14 +174,15 @@ def test_models(rng):
 
 def test_the_way_on_a_gpu():
     qt = jw.quantize(jnp.ones((4096, 4096), jnp.bfloat16), mode="nf4", group_size=64)
-    for m, dtype, path, why in [
-        (1, jnp.bfloat16, "kernel", "one pass"),
-        (64, jnp.float16, "kernel", "up to 64 rows"),
-        (512, jnp.bfloat16, "dequantize", "the model expects"),
-        (1, jnp.float32, "dequantize", "no fused kernel"),
+    for m, dtype, path, why, kernel in [
+        (1, jnp.bfloat16, "kernel", "one pass", "matmul_stream"),
+        (64, jnp.float16, "kernel", "up to 64 rows", "matmul_stream"),
+        (512, jnp.float16, "dequantize", "the model expects", None),  # scales of another type
+        (512, jnp.bfloat16, "kernel", "the model expects", "matmul_tiled"),
+        (1, jnp.float32, "dequantize", "no fused kernel", None),
     ]:
         found = jw.explain(jax.ShapeDtypeStruct((m, 4096), dtype), qt, platform="cuda")
-        assert found.path == path and why in found.reason and found.kernel in (None, "matmul_stream")
+        assert found.path == path and why in found.reason and found.kernel == kernel
         assert found.scheme == "nf4, group 64"
 
 

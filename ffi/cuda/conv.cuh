@@ -13,7 +13,7 @@ using tiled::kStageK;
 using tiled::Tile;
 
 struct Windows : tiled::Waves {
-  static constexpr bool kFloat32Scales = true;
+  static constexpr bool kFloat32Scales = true, kTables = false;
 
   struct Params : tiled::Waves::Params {
     int ctas;

@@ -5,9 +5,10 @@ namespace wonly::tiled {
 
 bool supports(const MatmulArgs& args) {
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
-  const bool shift =
-      args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype;
-  return sixteen_bits && args.k % 8 == 0 && args.k > 0 && args.m > 0 && args.scale_dtype == args.x_dtype && shift;
+  const bool table = args.shift_mode == ShiftMode::kTable, none = args.shift_mode == ShiftMode::kNone;
+  const bool shift = table || none || args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype;
+  const bool scales = args.scale_dtype == args.x_dtype || (table && args.scale_dtype == DType::kF32);
+  return sixteen_bits && args.k % 8 == 0 && args.k > 0 && args.m > 0 && scales && shift;
 }
 
 float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config) {

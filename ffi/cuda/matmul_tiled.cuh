@@ -18,7 +18,7 @@ struct Waves : Rows {
     uint32_t* arrived;              // [rest, kCluster, kWarpgroups], zero at the start
     float4* partial;                // [rest, splits - 1, kCluster, kWarpgroups, tokens / 8, 128]
   };
-  static constexpr bool kFloat32Scales = false;
+  static constexpr bool kFloat32Scales = false, kTables = true;
   static constexpr int kMostSharedBytes = 0;
 
   const Params& params;

@@ -42,7 +42,7 @@ struct Costs {
 float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config);
 
 // 16-bit activations whose rows the tensor copy engine can fetch, and scales (and zeros or offsets, unless uint8) of
-// the same type.
+// the same type; with a table, scales may be float32.
 bool supports(const MatmulArgs& args);
 
 // Enqueues the product on `stream`; cudaErrorInvalidConfiguration where there is too little scratch for

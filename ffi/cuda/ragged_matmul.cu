@@ -54,7 +54,9 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   if (device.architecture < 80 && args.product.x_dtype != DType::kF16) return cudaErrorNotSupported;
   const bool ids = args.row_mode == RowMode::kIds;
   const bool in_order = device.architecture == 90 && (!ids || ragged::can_order(args));
-  const bool tiled = in_order && args.m >= kTiledRows * args.experts && ragged_tiled::supports(args.product);
+  const bool table = args.product.shift_mode == ShiftMode::kTable;  // the tiled kernel alone looks codes up
+  const bool tiled = in_order && (table || args.m >= kTiledRows * args.experts) && ragged_tiled::supports(args.product);
+  if (table && !tiled) return cudaErrorNotSupported;
   if (!tiled && !(in_order && args.m >= kWarpgroupRows * args.experts && ragged_warpgroup::supports(args.product))) {
     return launch_stream(args, device, stream);
   }

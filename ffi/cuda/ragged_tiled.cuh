@@ -21,7 +21,7 @@ struct Spans : tiled::Rows {
     ragged::Work work;
     int output_tiles;  // of kCluster * kOutputs
   };
-  static constexpr bool kFloat32Scales = true;
+  static constexpr bool kFloat32Scales = true, kTables = true;
   static constexpr int kMostSharedBytes = ragged::kMostPlanBytes;
 
   const Params& params;

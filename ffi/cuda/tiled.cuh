@@ -9,7 +9,8 @@
 // Which rows and weights make a tile is the business of a `Source` (matmul_tiled.cuh, ragged_tiled.cuh, conv.cuh),
 // which inherits from `Rows` what it does not say otherwise:
 //   struct Params                         what the host gives it
-//   kFloat32Scales                        whether scales and shifts may be float32
+//   kFloat32Scales                        whether scales and shifts may be float32; those of tables may
+//   kTables                               whether codes may index a table
 //   kMostSharedBytes                      of its own shared memory, which begins at `shared`
 //   Source(params, args, shared)          all threads of the CTA
 //   int64_t count()                       tiles that this cluster walks over
@@ -85,18 +86,22 @@ struct Rows {
 };
 
 // What turns the codes of one output and group into weights: code * scale + offset where the codes' zero is a power of
-// two (or offsets are given, which are the same), else (code - zero) * scale. Each in both halves of a register.
+// two (or offsets are given, which are the same), else (code - zero) * scale; table[code] * scale with a table. Each in
+// both halves of a register.
 struct alignas(16) Affine {
   uint32_t scale, scale_of_odd;  // of even and odd pairs of int4, whose masked codes count 16 times as much
   uint32_t offset, minus_zero;
 };
 
-template <typename Source_, typename X_, int kBits_, bool kZeros_>
+enum class Codes { kNumbers, kWithZeros, kOfTable };
+
+template <typename Source_, typename X_, int kBits_, Codes kCodes>
 struct Shape {
   using Source = Source_;
   using X = X_;
   static constexpr int kBits = kBits_;
-  static constexpr bool kZeros = kZeros_;
+  static constexpr bool kZeros = kCodes == Codes::kWithZeros, kTable = kCodes == Codes::kOfTable;
+  static constexpr bool kFloat32Scales = Source::kFloat32Scales || kTable;
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
   static constexpr int kXBytes = kTileRows * kStageK * 2;
   static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
@@ -130,7 +135,7 @@ template <typename S>
 struct Convert {
   using X = typename S::X;
   static constexpr bool kBf16 = std::is_same_v<X, __nv_bfloat16>;
-  static constexpr bool kOneStep = kBf16 && !S::kZeros;
+  static constexpr bool kOneStep = kBf16 && !S::kZeros && !S::kTable;
   static constexpr float kUnit = kOneStep ? 0x1p-64f : 1.f;  // of the weights
   static constexpr float kCodeUnit = !kBf16 ? 1.f : S::kZeros ? 0x1p-6f : 1.f;
   static constexpr uint32_t kFactor = 0x7f007f00u, kFactorOfOdd = 0x7d007d00u;  // 2^127, 2^123
@@ -147,7 +152,10 @@ struct Convert {
     const float zero = S::kZeros ? to_float(shift) : static_cast<float>(bias_of(S::kBits));
     const float offset = kOffsets ? to_float(shift) : -zero * scale;
     Affine to;
-    if constexpr (kOneStep) {
+    if constexpr (S::kTable) {
+      to.scale = pair(scale);
+      to.scale_of_odd = to.offset = to.minus_zero = 0;
+    } else if constexpr (kOneStep) {
       to.scale = pair(scale * 0x1p+69f);
       to.scale_of_odd = pair(scale * 0x1p+65f);
       to.offset = pair(offset * kUnit);
@@ -160,8 +168,29 @@ struct Convert {
     return to;
   }
 
+  // A table of float32 numbers, rounded.
+  __device__ static ByteTable table(const float* entries) {
+    ByteTable table;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = __ldg(reinterpret_cast<const float4*>(entries) + i);
+      const uint32_t low = pack_pair(from_float<X>(four.x), from_float<X>(four.y));
+      const uint32_t high = pack_pair(from_float<X>(four.z), from_float<X>(four.w));
+      table.low[i] = byte_permute(low, high, 0x6420);
+      table.high[i] = byte_permute(low, high, 0x7531);
+    }
+    return table;
+  }
+
   // The codes of a word as weights, pairs of neighbouring inputs: 4 of them for int4, 2 for int8.
-  __device__ static void weights(uint32_t word, const Affine& affine, uint32_t (&out)[16 / S::kBits]) {
+  __device__ static void weights(uint32_t word, const Affine& affine, const ByteTable& table,
+                                 uint32_t (&out)[16 / S::kBits]) {
+    if constexpr (S::kTable) {
+      look_up(word, table, out);
+#pragma unroll
+      for (uint32_t& pair : out) pair = fma(pair, affine.scale, 0x80008000u);
+      return;
+    }
     if constexpr (kBf16 && S::kBits == 4) {
       uint4_to_subnormal(word, out);
     } else if constexpr (kBf16) {
@@ -289,6 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       const auto with_shift = [&](auto scale) {
+        if constexpr (S::kTable) return make_factors(scale, NoShift{});
         if constexpr (S::kZeros) {
           if (args.shift_dtype == DType::kU8) return make_factors(scale, uint8_t{});
         } else {
@@ -299,8 +329,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         make_factors(scale, X{});
       };
-      if (Source::kFloat32Scales && args.scale_dtype == DType::kF32) {
-        with_shift(std::conditional_t<Source::kFloat32Scales, float, X>{});
+      if (S::kFloat32Scales && args.scale_dtype == DType::kF32) {
+        with_shift(std::conditional_t<S::kFloat32Scales, float, X>{});
       } else {
         with_shift(X{});
       }
@@ -318,6 +348,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       constexpr int kColumns = columns.value;
       const int64_t n0 = tile.n0 + me.warpgroup * kTileN;
       float acc[kColumns / 2] = {};
+      ByteTable table{};
+      if constexpr (S::kTable) {
+        table = C::table(static_cast<const float*>(args.shift) + tile.weights * args.shift_batch_stride);
+      }
       Affine affine[2][2];  // of the halves of a stage, and of the outputs row and row + 8
       // Codes of a stage, which has landed: one vector of each of its packed tiles.
       uint4 words[S::kTiles];
@@ -328,8 +362,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           const uint4& four = words[S::kBits == 4 ? 0 : half];
           const bool upper = S::kBits == 4 ? half == 1 : part == 1;
           uint32_t low[16 / S::kBits], high[16 / S::kBits];
-          C::weights(upper ? four.z : four.x, affine[half][0], low);
-          C::weights(upper ? four.w : four.y, affine[half][1], high);
+          C::weights(upper ? four.z : four.x, affine[half][0], table, low);
+          C::weights(upper ? four.w : four.y, affine[half][1], table, high);
 #pragma unroll
           for (int i = 0; i < 16 / S::kBits; ++i) {
             to[part + i / 2][i % 2 * 2] = low[i];
@@ -439,13 +473,17 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Calls `launch` with a null pointer to the kernel's shape for `args`, whose activations are of type X.
 template <typename Source, typename X, typename Launch>
 cudaError_t with_shape(const MatmulArgs& args, Launch&& launch) {
+  if (args.shift_mode == ShiftMode::kTable) {
+    if constexpr (Source::kTables) return launch(static_cast<Shape<Source, X, 4, Codes::kOfTable>*>(nullptr));
+    return cudaErrorNotSupported;
+  }
   const bool zeros = args.shift_mode == ShiftMode::kZeros;
   if (args.bits == 4) {
-    return zeros ? launch(static_cast<Shape<Source, X, 4, true>*>(nullptr))
-                 : launch(static_cast<Shape<Source, X, 4, false>*>(nullptr));
+    return zeros ? launch(static_cast<Shape<Source, X, 4, Codes::kWithZeros>*>(nullptr))
+                 : launch(static_cast<Shape<Source, X, 4, Codes::kNumbers>*>(nullptr));
   }
-  return zeros ? launch(static_cast<Shape<Source, X, 8, true>*>(nullptr))
-               : launch(static_cast<Shape<Source, X, 8, false>*>(nullptr));
+  return zeros ? launch(static_cast<Shape<Source, X, 8, Codes::kWithZeros>*>(nullptr))
+               : launch(static_cast<Shape<Source, X, 8, Codes::kNumbers>*>(nullptr));
 }
 
 }  // namespace wonly::tiled

@@ -99,6 +99,37 @@ WONLY_HOST_DEVICE void uint8_to_subnormal(uint32_t word, uint32_t (&out)[2]) {
   out[1] = byte_permute(word, 0u, 0x4341u);  // bytes 1 and 3, zeros above them
 }
 
+// ---- four bits through a table
+// --------------------------------------------------------------------------------------------------
+
+// Sixteen 16-bit values: entries 4i .. 4i + 3 have their low bytes in low[i] and their high ones in high[i].
+struct ByteTable {
+  uint32_t low[4], high[4];
+};
+
+// PRMT takes four codes' bytes from eight entries at once: the codes' lower three bits select among those of the first
+// half of the table, and of the second, and their highest bits between the results. Low and high bytes apart, and then
+// a transposition. 20 PRMT, 2 LOP3, 3 shifts for eight codes, whatever the values.
+WONLY_HOST_DEVICE void look_up(uint32_t word, const ByteTable& table, uint32_t (&out)[4]) {
+  const uint32_t within = word & 0x77777777u;
+  const uint32_t half = lop3<convert::kAndOr>(word >> 1, 0x44444444u, 0x32103210u);
+  uint32_t low[2], high[2];  // bytes of pairs 0 to 3: of their first codes, and of their second ones
+  for (int i = 0; i < 2; ++i) {
+    const auto entries = [&](const uint32_t (&bytes)[4]) {
+      const uint32_t first = byte_permute(bytes[0], bytes[1], within >> (16 * i));
+      return byte_permute(first, byte_permute(bytes[2], bytes[3], within >> (16 * i)), half >> (16 * i));
+    };
+    low[i] = entries(table.low);
+    high[i] = entries(table.high);
+  }
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t first = byte_permute(low[0], high[0], i == 0 ? 0x5140u : 0x7362u);
+    const uint32_t second = byte_permute(low[1], high[1], i == 0 ? 0x5140u : 0x7362u);
+    out[2 * i] = byte_permute(first, second, 0x5410u);
+    out[2 * i + 1] = byte_permute(first, second, 0x7632u);
+  }
+}
+
 // ---- eight bits to fp16
 // ---------------------------------------------------------------------------------------------------------
 

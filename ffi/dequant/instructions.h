@@ -44,10 +44,13 @@ WONLY_HOST_DEVICE uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// Byte i of the result is byte (selector >> 4i & 7) of a (0 to 3) and b (4 to 7).
+// Byte i of the result is byte (selector >> 4i & 7) of a (0 to 3) and b (4 to 7). A nibble of 8 or more would mean
+// something else to a GPU; the selector's upper half does not count.
 WONLY_HOST_DEVICE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
 #if defined(__CUDA_ARCH__)
-  return __byte_perm(a, b, selector);
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
 #else
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t d = 0;

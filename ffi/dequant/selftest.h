@@ -12,6 +12,17 @@ WONLY_HOST_DEVICE void uint8_to_f32(uint32_t word, uint32_t (&out)[4]) {
   for (int i = 0; i < 4; ++i) out[i] = as_bits(code_to_f32(word >> (8 * i) & 0xff));
 }
 
+// Entry c is 40503 (c + 1), modulo 2^16.
+WONLY_HOST_DEVICE void uint4_in_table(uint32_t word, uint32_t (&out)[4]) {
+  ByteTable table{};
+  for (uint32_t c = 0; c < 16; ++c) {
+    const uint32_t entry = 40503u * (c + 1);
+    table.low[c / 4] |= (entry & 0xff) << (8 * (c % 4));
+    table.high[c / 4] |= (entry >> 8 & 0xff) << (8 * (c % 4));
+  }
+  look_up(word, table, out);
+}
+
 // Name, 32-bit results of one word, function.
 #define WONLY_CONVERSIONS(X)                                                            \
   X(uint4_to_f16, 4, uint4_to_f16)                                                      \
@@ -20,6 +31,7 @@ WONLY_HOST_DEVICE void uint8_to_f32(uint32_t word, uint32_t (&out)[4]) {
   X(int4_to_bf16, 4, int4_to_bf16)                                                      \
   X(uint4_to_subnormal, 4, uint4_to_subnormal)                                          \
   X(uint4_to_f32, 8, uint4_to_f32)                                                      \
+  X(uint4_in_table, 4, uint4_in_table)                                                  \
   X(uint8_to_f16, 2, uint8_to_f16<>)                                                    \
   X(int8_to_f16, 2, int8_to_f16<>)                                                      \
   X(uint8_to_f16_linear, 2, uint8_to_f16<ByteOrder::kLinear>)                           \

@@ -188,12 +188,14 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
 
 def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
-    if p.implementation == "dequantize" or (platform != "cpu" and p.table):
+    if p.implementation == "dequantize" or (platform != "cpu" and p.table and p.transpose):
         return False
-    if platform == "cpu" or not p.transpose:
+    if platform == "cpu" or not (p.table or p.transpose):
         return True
     from jax_wonly import _cuda_dispatch
 
+    if p.table:
+        return _cuda_dispatch.ragged_table_kernel(p.k, x.dtype, scales.dtype)
     m, _ = _result_shape(x, scales, rows, p)
     forced = p.implementation == "cuda"
     return _cuda_dispatch.use_ragged_transposed_kernel(m, qw.shape[0], x.shape[1], x.dtype, forced=forced)
