@@ -81,16 +81,31 @@ def error_of_mean(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values)))
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--groups", type=int, nargs="+", default=[128, 32], help="group sizes (default: 128 32)")
+    parser.add_argument("--output", type=Path, help="write the results to this file")
+    parser.add_argument("--commit", help="of the measured code; by default what git says")
+
+
+def facts(options: argparse.Namespace) -> dict:
+    """Of the machine and the code, for a file of results."""
+    found = options.commit or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": found,
+    }
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--groups", type=int, nargs="+", default=[128, 32], help="group sizes (default: 128 32)")
+    add_arguments(parser)
     parser.add_argument(
         "--calibration", type=int, default=256, help="passages to calibrate with (default: %(default)s)"
     )
     parser.add_argument("--limit", type=int, default=0, help="use so many passages only")
     parser.add_argument("--batch", type=int, default=32, help="halves in a batch (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="write the results to this file")
-    parser.add_argument("--commit", help="of the measured code; by default what git says")
     options = parser.parse_args(arguments)
 
     try:
@@ -98,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(error, file=sys.stderr)
         return 1
-    commit = options.commit or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+    about = facts(options)
     tokenizer = minilm.load_tokenizer()
     passages = [p for p in split_topics(tokenizer) if len(p.text.split()) >= 20]
     passages = passages[: options.limit or None]
@@ -177,16 +192,12 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
         if options.output:  # after each case, so that a long run that is stopped has something to show
-            facts = {
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "python": platform.python_version(),
-                "commit": commit,
+            measured = about | {
                 "calibration_tokens": int(next(iter(calibration.counts.values()))),
                 "test_passages": len(test),
                 "layers": len(kernels),
             }
-            options.output.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+            options.output.write_text(json.dumps(measured | {"rows": rows}, indent=1) + "\n")
     return 0
 
 
