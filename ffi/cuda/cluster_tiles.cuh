@@ -154,9 +154,11 @@ struct Consumer {
   }
 
   // The same for results that take more than rounding, kStagedRows rows at a time: sums(i) gives sums i and i + 1, and
-  // write(row, output, values) takes four outputs of a row.
+  // write(row, n, values) takes outputs n .. n + 3 of a row.
   template <int kColumns, int kStagedRows, typename Sums, typename Write>
-  __device__ __forceinline__ void store(int rows, int64_t outputs, float* staged, Sums&& sums, Write&& write) const {
+  __device__ __forceinline__ void store(const MatmulArgs& args, int64_t n0, int rows, float* staged, Sums&& sums,
+                                        Write&& write) const {
+    const int thread = this->thread();
 #pragma unroll 1
     for (int base = 0; base < rows; base += kStagedRows) {
       sync();
@@ -173,12 +175,12 @@ struct Consumer {
       }
       sync();
 #pragma unroll 1
-      for (int i = thread(); i < min(kStagedRows, rows - base) * (kTileN / 4); i += 128) {
+      for (int i = thread; i < min(kStagedRows, rows - base) * (kTileN / 4); i += 128) {
         const int column = i / (kTileN / 4), quad = i % (kTileN / 4);
-        if (quad * 4 >= outputs) continue;
+        if (n0 + quad * 4 >= args.n) continue;
         const float4 v = *reinterpret_cast<const float4*>(staged + column * kStagedStride + quad * 4);
         const float values[4] = {v.x, v.y, v.z, v.w};
-        write(base + column, quad * 4, values);
+        write(base + column, n0 + quad * 4, values);
       }
     }
   }

@@ -550,17 +550,18 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
         me.store_packed<kTokens>(args, n0, rows, staged, pack, row_of);
         continue;
       }
-      me.store<kTokens, kStagedTokens>(rows, args.n - n0, staged, finished, [&](int i, int n, const float (&value)[4]) {
-        if (!is_static) {
-          finish4(args, tile.batch, tile.m0 + i, n0 + n, value);
-          return;
-        }
-        int8_t* const to = static_cast<int8_t*>(args.y) + row_of(i) * args.n + n0 + n;
-        for (int j = 0; j < 4 && n0 + n + j < args.n; ++j) {
-          const int rounded = __float2int_rn(fminf(fmaxf(value[j], -1024.f), 1024.f));
-          to[j] = static_cast<int8_t>(max(min(rounded + all.zero, all.high), all.low));
-        }
-      });
+      me.store<kTokens, kStagedTokens>(args, n0, rows, staged, finished,
+                                       [&](int i, int64_t n, const float (&value)[4]) {
+                                         if (!is_static) {
+                                           finish4(args, tile.batch, tile.m0 + i, n, value);
+                                           return;
+                                         }
+                                         int8_t* const to = static_cast<int8_t*>(args.y) + row_of(i) * args.n + n;
+                                         for (int j = 0; j < 4 && n + j < args.n; ++j) {
+                                           const int rounded = __float2int_rn(fminf(fmaxf(value[j], -1024.f), 1024.f));
+                                           to[j] = static_cast<int8_t>(max(min(rounded + all.zero, all.high), all.low));
+                                         }
+                                       });
     }
   }
   ptx::cluster_sync();  // the other CTA may still copy to here

@@ -436,9 +436,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         return;
       }
       const auto sums = [&](int i) { return make_float2(acc[i] * (1.f / C::kUnit), acc[i + 1] * (1.f / C::kUnit)); };
-      me.store<kColumns, kStagedRows>(tile.rows, args.n - n0, staged, sums,
-                                      [&](int i, int n, const float (&values)[4]) {
-                                        finish4(args, tile.weights, source.row(tile, i), n0 + n, values);
+      me.store<kColumns, kStagedRows>(args, n0, tile.rows, staged, sums,
+                                      [&](int i, int64_t n, const float (&values)[4]) {
+                                        finish4(args, tile.weights, source.row(tile, i), n, values);
                                       });
     };
 
