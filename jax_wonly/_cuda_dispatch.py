@@ -57,6 +57,7 @@ class _Costs(NamedTuple):
 
 
 _TILED = _Costs(((2, 256, 0.66), (2, 192, 0.51), (2, 128, 0.43)), 3.0, 2.5, 0.0, 0.0, 8.7, 2.1, 8, 8)
+_TABLE_TILED = _TILED._replace(stages=((2, 256, 0.69), (2, 192, 0.62), (2, 128, 0.44)))
 _CONV_TILES = _Costs(
     (
         *((1, 64, 0.41), (1, 128, 0.47), (1, 192, 0.54), (1, 256, 0.64)),
@@ -127,8 +128,8 @@ def _tiles(m: int, n: int, stages: int, batch: int, costs: _Costs) -> float:
     return min(times)
 
 
-def _tiled(m: int, k: int, n: int, batch: int) -> float:
-    return _tiles(m, n, -(-k // 64), batch, _TILED)
+def _tiled(m: int, k: int, n: int, batch: int, shift_mode: ShiftMode) -> float:
+    return _tiles(m, n, -(-k // 64), batch, _TABLE_TILED if shift_mode == ShiftMode.TABLE else _TILED)
 
 
 def kernel(
@@ -166,7 +167,7 @@ def kernel(
             other = _warpgroup(m, k, n, batch, weights, groups, shift_mode, shift_dtype)
         enough = m > (_WARPGROUP_TOKENS if exact else STREAM_TOKENS)
         if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
-            if _tiled(m, k, n, batch) < other:
+            if _tiled(m, k, n, batch, shift_mode) < other:
                 return "matmul_tiled"
         if exact:
             return "matmul_warpgroup"
@@ -197,7 +198,7 @@ def estimate(
     else:
         fused = _stream(m, weights, wide)
     if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        fused = min(fused, _tiled(m, k, n, batch))
+        fused = min(fused, _tiled(m, k, n, batch, shift_mode))
     return fused, dense
 
 

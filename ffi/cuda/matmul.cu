@@ -113,6 +113,14 @@ constexpr tiled::Costs::Stage kTiledStages[] = {{2, 256, 0.66f}, {2, 192, 0.51f}
 constexpr tiled::Costs kTiledCosts{
     kTiledStages,  /*stage_count=*/3, /*start=*/3.f, /*wave=*/2.5f,     /*alone=*/0.f,
     /*split=*/0.f, /*sums=*/8.7f,     /*more=*/2.1f, /*most_splits=*/8, /*least_stages=*/8};
+// With a table, whose look-ups take longer.
+constexpr tiled::Costs::Stage kTableStages[] = {{2, 256, 0.69f}, {2, 192, 0.62f}, {2, 128, 0.44f}};
+constexpr tiled::Costs table_costs() {
+  tiled::Costs costs = kTiledCosts;
+  costs.stages = kTableStages;
+  return costs;
+}
+constexpr tiled::Costs kTableCosts = table_costs();
 // Fewer tokens keep the exact products of the other kernels.
 constexpr int64_t kTiledTokens = 129;
 
@@ -163,7 +171,8 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     if (args.m >= (exact ? kTiledTokens : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
-      const float tiled_us = tiled::choose(args, stages, device.multiprocessors, kTiledCosts, &tiles);
+      const tiled::Costs& costs = args.shift_mode == ShiftMode::kTable ? kTableCosts : kTiledCosts;
+      const float tiled_us = tiled::choose(args, stages, device.multiprocessors, costs, &tiles);
       if (tiled_us < us) return tiled::launch(args, tiles, stream);
     }
     if (exact) return warpgroup::launch(args, warpgroups, stream);
