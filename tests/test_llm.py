@@ -149,8 +149,8 @@ def test_decode_is_greedy_generation(rng):
     assert (chosen >= before.max(-1) - 1e-3 * np.abs(before).max()).all()
 
 
-@pytest.mark.parametrize("position", [0, 1, 17, 47])
-def test_fused_attention_of_one_token(rng, position):
+@pytest.mark.parametrize(("position", "splits"), [(0, None), (1, 1), (17, 3), (47, None), (47, 2)])
+def test_fused_attention_of_one_token(rng, position, splits):
     """The kernel against XLA's operations; what the cache holds after the token, NaN, must not be read."""
     batch, heads, shared, capacity, size = 3, 6, 2, 48, 32
     config = llama.Config(1, heads * size, 1, 1, heads, shared)
@@ -166,9 +166,8 @@ def test_fused_attention_of_one_token(rng, position):
     expected = llama.attend(q, jnp.asarray(expected_keys), jnp.asarray(expected_values), position)[:, 0]
     for cache in (keys, values, expected_keys, expected_values):
         cache[:, :, position + 1 :] = np.nan
-    y, *cache = decode_attention.decode_attention(
-        qkv, squares, cos, sin, keys, values, jnp.int32(position), heads=heads, width=7, epsilon=1e-3, interpret=True
-    )
+    options = {"heads": heads, "width": 7, "epsilon": 1e-3, "splits": splits, "interpret": True}
+    y, *cache = decode_attention.decode_attention(qkv, squares, cos, sin, keys, values, jnp.int32(position), **options)
     np.testing.assert_allclose(y, expected, atol=1e-5 * float(jnp.abs(expected).max()))
     np.testing.assert_allclose(cache[0], expected_keys, atol=1e-5)
     np.testing.assert_allclose(cache[1], expected_values, atol=1e-5)

@@ -1,7 +1,8 @@
 """One token's attention in one kernel: rotary positions, the write to the cache, scores, softmax, weighted values.
 
-XLA needs six kernels for it, whose launches cost more than their work as long as the batch is small. The kernel is
-written in Pallas and compiled by XLA through Triton; ``interpret`` runs it on a CPU, for tests.
+XLA needs six kernels for it, whose launches cost more than their work as long as the batch is small. Few texts leave
+most of a GPU idle: then several programs share a head's tokens, and XLA adds up what they found. The kernel is written
+in Pallas and compiled by XLA through Triton; ``interpret`` runs it on a CPU, for tests.
 """
 
 import functools
@@ -15,6 +16,7 @@ from jax.experimental.pallas import triton
 
 BLOCK = 64  # tokens of the cache that are read at once
 LEAST = 16  # rows and columns of a tensor core's product
+PROGRAMS = 128  # that keep a GPU busy
 
 
 def supports(capacity: int, head_size: int) -> bool:
@@ -30,16 +32,15 @@ def _kernel(
     sin_ref,
     _keys,  # the same memory as keys_ref
     _values,
-    out_ref,
     keys_ref,
     values_ref,
-    *,
+    *out_refs,
     heads,
     width,
     epsilon,
     block,
 ):
-    text, shared = pl.program_id(0), pl.program_id(1)
+    text, shared, split = (pl.program_id(i) for i in range(3))
     size = keys_ref.shape[-1]
     group = heads // keys_ref.shape[1]
     position, factor = position_ref[0], lax.rsqrt(squares_ref[text] / width + epsilon)
@@ -62,9 +63,11 @@ def _kernel(
     values_ref[text, shared, position] = v
 
     scale = size**-0.5
+    # The new token belongs to the first share.
     highest = (q.astype(jnp.float32) * k.astype(jnp.float32)[None]).sum(1) * scale
-    total = jnp.ones_like(highest)
-    mean = jnp.zeros(q.shape, jnp.float32) + v.astype(jnp.float32)[None]
+    highest = jnp.where(split == 0, highest, -jnp.inf)
+    total = jnp.where(split == 0, jnp.ones_like(highest), 0)
+    mean = jnp.where(split == 0, jnp.zeros(q.shape, jnp.float32) + v.astype(jnp.float32)[None], 0)
 
     def body(i, carry):
         highest, total, mean = carry
@@ -80,12 +83,20 @@ def _kernel(
         values = jnp.dot(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return new, total * shrink + weights.sum(1), mean * shrink[:, None] + values
 
-    _, total, mean = lax.fori_loop(0, pl.cdiv(position, block), body, (highest, total, mean))
+    blocks = pl.cdiv(position, block)
+    each = pl.cdiv(blocks, pl.num_programs(2))
+    found = lax.fori_loop(split * each, jnp.minimum((split + 1) * each, blocks), body, (highest, total, mean))
     # Repeated rows write the same values to the same place.
-    out_ref[text, head, columns[None]] = (mean / total[:, None]).astype(out_ref.dtype)
+    if len(out_refs) == 1:
+        _, total, mean = found
+        out_refs[0][text, head, columns[None]] = (mean / total[:, None]).astype(out_refs[0].dtype)
+    else:
+        for ref, value in zip(out_refs[:2], found[:2], strict=True):
+            ref[text, split, head[:, 0]] = value
+        out_refs[2][text, split, head, columns[None]] = found[2]
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "width", "epsilon", "interpret"), inline=True)
+@functools.partial(jax.jit, static_argnames=("heads", "width", "epsilon", "splits", "interpret"), inline=True)
 def decode_attention(
     qkv,
     squares,
@@ -98,6 +109,7 @@ def decode_attention(
     heads: int,
     width: int,
     epsilon: float,
+    splits: int | None = None,
     interpret: bool = False,
 ):
     """Returns the attention of one token, and the cache with the token in it.
@@ -113,20 +125,34 @@ def decode_attention(
       heads: of the queries.
       width: how many numbers were squared.
       epsilon: of the norm.
+      splits: programs that share a head's tokens; None chooses.
       interpret: run without a GPU.
 
     Returns:
       ``[batch, heads, head size]``, keys and values.
     """
     batch, shared, capacity, size = keys.shape
-    outputs = [jax.ShapeDtypeStruct((batch, heads, size), qkv.dtype)]
-    outputs += [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (keys, values)]
-    return pl.pallas_call(
-        functools.partial(_kernel, heads=heads, width=width, epsilon=epsilon, block=math.gcd(capacity, BLOCK)),
+    block = math.gcd(capacity, BLOCK)
+    if splits is None:
+        splits = max(1, min(PROGRAMS // (batch * shared), capacity // block))
+    outputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (keys, values)]
+    if splits == 1:
+        outputs.append(jax.ShapeDtypeStruct((batch, heads, size), qkv.dtype))
+    else:
+        shapes = (batch, splits, heads), (batch, splits, heads), (batch, splits, heads, size)
+        outputs += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    keys, values, *found = pl.pallas_call(
+        functools.partial(_kernel, heads=heads, width=width, epsilon=epsilon, block=block),
         out_shape=outputs,
-        grid=(batch, shared),
-        input_output_aliases={5: 1, 6: 2},
+        grid=(batch, shared, splits),
+        input_output_aliases={5: 0, 6: 1},
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="decode_attention",
     )(jnp.reshape(position, (1,)), qkv, squares, cos, sin, keys, values)
+    if splits == 1:
+        return found[0], keys, values
+    highest, total, mean = found
+    weights = jnp.exp(highest - highest.max(1, keepdims=True))
+    y = (weights[..., None] * mean).sum(1) / (weights * total).sum(1)[..., None]
+    return y.astype(qkv.dtype), keys, values
