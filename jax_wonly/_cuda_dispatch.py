@@ -29,7 +29,7 @@ TABLE_TOKENS = 64  # up to here several passes over weights with a table take le
 
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 _DECODE_TOKENS = 2
-_DECODE_BYTES = 24 << 20
+_DECODE_BYTES = 12 << 20
 _MMA_TOKENS = 8  # that one tile of the streaming kernel holds
 # Rows up to which the streaming kernel of the transposed product is expected to be at least as fast as the kernel for
 # many, and as dequantized weights.

@@ -133,7 +133,7 @@ float stream_us(const MatmulArgs& args) {
 }
 
 // Below this many bytes of weights preparing the activations takes longer than their cheaper products save.
-constexpr int64_t kDecodeBytes = 24 << 20;
+constexpr int64_t kDecodeBytes = 12 << 20;
 
 cudaError_t launch_decode(const MatmulArgs& args, const Device& device, cudaStream_t stream) {
   const int64_t atoms = ceil_div(args.n, kAtomN);

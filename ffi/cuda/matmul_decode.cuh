@@ -11,10 +11,10 @@
 // never alone. Rounding X1 costs four of its bits.
 //
 // A CTA owns a run of outputs, walks over them 64 at a time, and prepares the digits of all its inputs in shared memory
-// first. Warpgroups split the inputs by stages of 128; a lane loads its words from global memory into the registers
-// that wgmma reads, several stages ahead. Partial sums are added in a fixed order, so results have the same bits on
-// every run, and a token's result does not depend on the values of others. A token with an infinity or NaN is computed
-// term by term.
+// before it asks for weights. Warpgroups split the inputs by stages of 128; a lane loads its words from global memory
+// into the registers that wgmma reads, several stages ahead. Partial sums are added in a fixed order, so results have
+// the same bits on every run, and a token's result does not depend on the values of others. A token with an infinity or
+// NaN is computed term by term.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,7 +50,7 @@ struct Params {
   int atoms_each, atoms_over;  // a part of the outputs has atoms_each strips of 16, the first atoms_over one more
   int stages_each;             // stages of 128 inputs that a CTA of a cluster takes, the last one fewer
   int log2_group_blocks;       // group size = 32 << this
-  bool aligned_x;              // rows of x are aligned to 16 bytes
+  bool aligned_x;              // pairs of a row of x are
   int partial_at, total_at;    // in shared memory
 };
 
@@ -78,147 +78,6 @@ struct Shape {
   }
 };
 
-// 32 activations as they lie in memory.
-template <int kDigits>
-struct Block {
-  static constexpr int kVectors = kDigits == 4 ? 8 : 4;
-  uint4 vectors[kVectors];
-
-  template <typename X>
-  __device__ void load(const X* from, int left, bool aligned) {
-    constexpr int kPerVector = 16 / sizeof(X);
-    if (aligned && left >= kBlockK) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) vectors[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) vectors[i] = load_some(from + i * kPerVector, left - i * kPerVector);
-    }
-  }
-  __device__ void load(const MatmulArgs& args, int64_t at, int left, bool aligned) {
-    if constexpr (kDigits == 4) {
-      load(static_cast<const float*>(args.x) + at, left, aligned);
-    } else {  // which of the two 16-bit types does not matter yet
-      load(static_cast<const uint16_t*>(args.x) + at, left, aligned);
-    }
-  }
-  // The largest magnitude's bits as a float32.
-  __device__ uint32_t largest(bool bf16) const {
-    const uint32_t* const words = reinterpret_cast<const uint32_t*>(vectors);
-    uint32_t most = 0;
-    if constexpr (kDigits == 4) {
-#pragma unroll
-      for (int i = 0; i < kBlockK; ++i) most = max(most, words[i] & 0x7fffffffu);
-      return most;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kBlockK / 2; ++i) most = __vmaxu2(most, words[i] & 0x7fff7fffu);
-      most = max(most & 0xffffu, most >> 16);
-      return bf16 ? most << 16 : __float_as_uint(__half2float(__ushort_as_half(static_cast<uint16_t>(most))));
-    }
-  }
-  __device__ void convert(bool bf16, float (&to)[kBlockK]) const {
-    const uint32_t* const words = reinterpret_cast<const uint32_t*>(vectors);
-    if constexpr (kDigits == 4) {
-#pragma unroll
-      for (int i = 0; i < kBlockK; ++i) to[i] = __uint_as_float(words[i]);
-    } else if (bf16) {
-#pragma unroll
-      for (int i = 0; i < kBlockK; ++i) {
-        to[i] = __uint_as_float(i % 2 == 0 ? words[i / 2] << 16 : words[i / 2] & 0xffff0000u);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kBlockK; ++i) {
-        to[i] = __half2float(__ushort_as_half(static_cast<uint16_t>(words[i / 2] >> (i % 2 * 16))));
-      }
-    }
-  }
-};
-
-// Digits of a block of token `token` as columns digit * tokens + token of B operands; of the stage's four blocks by
-// four neighbouring lanes. False if an activation of the stage is infinite or NaN: the digits then mean nothing.
-template <typename S>
-__device__ __forceinline__ bool prepare_block(const Block<S::kDigits>& x, bool bf16, bool store, int tokens, int token,
-                                              int block, uint8_t* to, Column* columns) {
-  constexpr int kDigits = S::kDigits;
-  uint32_t largest = x.largest(bf16);
-  largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-  largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-  const bool finite = largest < 0x7f800000u;
-  const uint32_t exponent = min(max(largest >> 23, 40u), 254u);
-  // The largest magnitude becomes less than 2^21, or 2^29: a neighbour's, and the rounding of both, still fit the
-  // digits.
-  constexpr uint32_t kPower = kDigits == 4 ? 29 : 21;
-  const float power = __uint_as_float((253u + kPower - exponent) << 23);
-  float values[kBlockK];
-  x.convert(bf16, values);
-  constexpr uint32_t kSigned = kDigits == 4 ? 0x80808080u : 0x00808080u;  // makes the bytes of signed digits unsigned
-  // Integers, plus a constant that the difference of two does not have.
-  constexpr uint32_t kConstant = kDigits == 4 ? 0 : 0x4b400000u;
-  const auto fixed_point = [&](float value, float times) {
-    if constexpr (kDigits == 4) return static_cast<uint32_t>(__float2int_rn(value * times));
-    return __float_as_uint(fmaf(value, times, 0x1.8p+23f));
-  };
-  int sum[kDigits] = {};
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t words[kDigits][4];  // [digit][t]
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      uint32_t integers[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        // The input whose code byte j of lane t's word holds.
-        if constexpr (S::kBits == 4) {
-          const int k = 2 * t + j / 2 + j % 2 * 16;
-          const uint32_t high = fixed_point(values[k + 8], power * 0.0625f);
-          integers[j] = half == 1 ? high - kConstant : fixed_point(values[k], power) - high;
-        } else {
-          integers[j] = fixed_point(values[half * 16 + 2 * t + j / 2 + j % 2 * 8], power) - kConstant;
-        }
-        integers[j] += kSigned;
-      }
-      // Word d: digit d of the four.
-      const uint32_t low01 = __byte_perm(integers[0], integers[1], 0x5140);
-      const uint32_t low23 = __byte_perm(integers[2], integers[3], 0x5140);
-      const uint32_t high01 = __byte_perm(integers[0], integers[1], 0x7362);
-      const uint32_t high23 = __byte_perm(integers[2], integers[3], 0x7362);
-      words[0][t] = __byte_perm(low01, low23, 0x5410) ^ 0x80808080u;
-      words[1][t] = __byte_perm(low01, low23, 0x7632) ^ 0x80808080u;
-      words[2][t] = __byte_perm(high01, high23, 0x5410) ^ 0x80808080u;
-      if constexpr (kDigits == 4) words[3][t] = __byte_perm(high01, high23, 0x7632) ^ 0x80808080u;
-    }
-#pragma unroll
-    for (int digit = 0; digit < kDigits; ++digit) {
-      int of_half = 0;
-#pragma unroll
-      for (int t = 0; t < 4; ++t) of_half = __dp4a(static_cast<int>(words[digit][t]), 0x01010101, of_half);
-      sum[digit] += S::kBits == 4 && half == 1 ? 17 * of_half : of_half;  // a code of 1: X0 - X1 + 17 X1
-      if (store) {
-        *reinterpret_cast<uint4*>(to + half * S::kHalfBytes + (digit * tokens + token) * 16) =
-            make_uint4(words[digit][0], words[digit][1], words[digit][2], words[digit][3]);
-      }
-    }
-  }
-#pragma unroll
-  for (int digit = 0; digit < kDigits; ++digit) {
-    sum[digit] += __shfl_xor_sync(0xffffffffu, sum[digit], 1);
-    sum[digit] += __shfl_xor_sync(0xffffffffu, sum[digit], 2);
-  }
-  // Each of the four lanes writes a digit's column.
-  const int digit = block % kStageBlocks;
-  int unit_sum = sum[0];
-#pragma unroll
-  for (int i = 1; i < kDigits; ++i) unit_sum = digit == i ? sum[i] : unit_sum;
-  if (S::kPlain) unit_sum *= bias_of(S::kBits);
-  if (store && digit < kDigits) {
-    columns[digit * tokens + token] = {static_cast<float>(unit_sum),
-                                       __uint_as_float((exponent + 1 - kPower + 8 * digit) << 23)};
-  }
-  return finite;
-}
-
 // An element of `size` bytes: its bits.
 __device__ __forceinline__ uint32_t load_bits(const uint8_t* from, int size) {
   return size == 2 ? ptx::load_16(from) : size == 4 ? ptx::load_32(from) : ptx::load_8(from);
@@ -227,6 +86,147 @@ __device__ __forceinline__ float bits_to_float(uint32_t bits, DType type) {
   if (type == DType::kBF16) return __uint_as_float(bits << 16);
   if (type == DType::kF16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
   return type == DType::kF32 ? __uint_as_float(bits) : static_cast<float>(bits);
+}
+
+// Eight activations of 32 as they lie in memory: those whose codes lane t of a group of four holds, pairs 2t + 8i.
+template <int kDigits>
+struct Pairs {
+  static constexpr int kWords = kDigits == 4 ? 8 : 4;
+  uint32_t words[kWords];
+
+  // `from`: the first; `left` inputs of the row, from 2t before it on.
+  template <typename X>
+  __device__ void load(const X* from, int t, int left, bool aligned) {
+    if (aligned && left >= kBlockK) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i] = ptx::load_32(from + (kDigits == 4 ? i / 2 * 8 + i % 2 : i * 8));
+    } else {
+      uint32_t bits[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int at = i / 2 * 8 + i % 2;
+        bits[i] = 2 * t + at < left ? load_bits(reinterpret_cast<const uint8_t*>(from + at), sizeof(X)) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i] = kDigits == 4 ? bits[i] : bits[2 * i] | bits[2 * i + 1] << 16;
+    }
+  }
+  __device__ void load(const MatmulArgs& args, int64_t at, int t, int left, bool aligned) {
+    if constexpr (kDigits == 4) {
+      load(static_cast<const float*>(args.x) + at, t, left, aligned);
+    } else {  // which of the two 16-bit types does not matter yet
+      load(static_cast<const uint16_t*>(args.x) + at, t, left, aligned);
+    }
+  }
+  // The largest magnitude's bits as a float32.
+  __device__ uint32_t largest(bool bf16) const {
+    uint32_t most = 0;
+    if constexpr (kDigits == 4) {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) most = max(most, words[i] & 0x7fffffffu);
+      return most;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) most = __vmaxu2(most, words[i] & 0x7fff7fffu);
+      most = max(most & 0xffffu, most >> 16);
+      return bf16 ? most << 16 : __float_as_uint(__half2float(__ushort_as_half(static_cast<uint16_t>(most))));
+    }
+  }
+  __device__ void convert(bool bf16, float (&to)[4][2]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kDigits == 4) {
+        to[i][0] = __uint_as_float(words[2 * i]);
+        to[i][1] = __uint_as_float(words[2 * i + 1]);
+      } else if (bf16) {
+        to[i][0] = __uint_as_float(words[i] << 16);
+        to[i][1] = __uint_as_float(words[i] & 0xffff0000u);
+      } else {
+        to[i][0] = __half2float(__ushort_as_half(static_cast<uint16_t>(words[i])));
+        to[i][1] = __half2float(__ushort_as_half(static_cast<uint16_t>(words[i] >> 16)));
+      }
+    }
+  }
+};
+
+// Digits of lane t's activations of a block of token `token`, as columns digit * tokens + token of B operands; of a
+// stage by 16 neighbouring lanes. So many lanes for few numbers, because all this stands before the first product: it
+// takes as long as its instructions wait for each other. False if an activation of the stage is infinite or NaN: the
+// digits then mean nothing.
+template <typename S>
+__device__ __forceinline__ bool prepare(const Pairs<S::kDigits>& x, bool bf16, bool store, int tokens, int token,
+                                        uint8_t* to, Column* columns) {
+  constexpr int kDigits = S::kDigits;
+  constexpr int kLanes = 4 * kStageBlocks;
+  uint32_t largest = x.largest(bf16);
+#pragma unroll
+  for (int other = 1; other < kLanes; other *= 2) {
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+  }
+  const bool finite = largest < 0x7f800000u;
+  const uint32_t exponent = min(max(largest >> 23, 40u), 254u);
+  // The largest magnitude becomes less than 2^21, or 2^29: a neighbour's, and the rounding of both, still fit the
+  // digits.
+  constexpr uint32_t kPower = kDigits == 4 ? 29 : 21;
+  const float power = __uint_as_float((253u + kPower - exponent) << 23);
+  float values[4][2];
+  x.convert(bf16, values);
+  constexpr uint32_t kSigned = kDigits == 4 ? 0x80808080u : 0x00808080u;  // makes the bytes of signed digits unsigned
+  // Integers, plus a constant that the difference of two does not have.
+  constexpr uint32_t kConstant = kDigits == 4 ? 0 : 0x4b400000u;
+  const auto fixed_point = [&](float value, float times) {
+    if constexpr (kDigits == 4) return static_cast<uint32_t>(__float2int_rn(value * times));
+    return __float_as_uint(fmaf(value, times, 0x1.8p+23f));
+  };
+  const int lane = threadIdx.x % kLanes, t = lane % 4;
+  int sum[kDigits] = {};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t integers[4];  // for byte j of the lane's word
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (S::kBits == 4) {
+        const uint32_t high = fixed_point(values[j % 2 * 2 + 1][j / 2], power * 0.0625f);
+        integers[j] = half == 1 ? high - kConstant : fixed_point(values[j % 2 * 2][j / 2], power) - high;
+      } else {
+        integers[j] = fixed_point(values[half * 2 + j % 2][j / 2], power) - kConstant;
+      }
+      integers[j] += kSigned;
+    }
+    // Word d: digit d of the four.
+    const uint32_t low01 = __byte_perm(integers[0], integers[1], 0x5140);
+    const uint32_t low23 = __byte_perm(integers[2], integers[3], 0x5140);
+    const uint32_t high01 = __byte_perm(integers[0], integers[1], 0x7362);
+    const uint32_t high23 = __byte_perm(integers[2], integers[3], 0x7362);
+#pragma unroll
+    for (int digit = 0; digit < kDigits; ++digit) {
+      const uint32_t word =
+          __byte_perm(digit < 2 ? low01 : high01, digit < 2 ? low23 : high23, digit % 2 == 0 ? 0x5410 : 0x7632) ^
+          0x80808080u;
+      const int of_half = __dp4a(static_cast<int>(word), 0x01010101, 0);
+      sum[digit] += S::kBits == 4 && half == 1 ? 17 * of_half : of_half;  // a code of 1: X0 - X1 + 17 X1
+      if (store) {
+        *reinterpret_cast<uint32_t*>(to + half * S::kHalfBytes + (digit * tokens + token) * 16 + t * 4) = word;
+      }
+    }
+  }
+#pragma unroll
+  for (int digit = 0; digit < kDigits; ++digit) {
+#pragma unroll
+    for (int other = 1; other < kLanes; other *= 2) {
+      sum[digit] += __shfl_xor_sync(0xffffffffu, sum[digit], other);
+    }
+  }
+  // Lane d writes digit d's column.
+  int unit_sum = sum[0];
+#pragma unroll
+  for (int i = 1; i < kDigits; ++i) unit_sum = lane == i ? sum[i] : unit_sum;
+  if (S::kPlain) unit_sum *= bias_of(S::kBits);
+  if (store && lane < kDigits) {
+    columns[lane * tokens + token] = {static_cast<float>(unit_sum),
+                                      __uint_as_float((exponent + 1 - kPower + 8 * lane) << 23)};
+  }
+  return finite;
 }
 
 template <typename S>
@@ -256,6 +256,35 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
   const int padded_count = (count + kAhead - 1) / kAhead * kAhead;
   const int k_tiles = (inputs + tile_k(S::kBits) - 1) / tile_k(S::kBits);
 
+  const uint32_t* const qw = args.qw + batch * args.qw_batch_stride;
+
+  // Digits of x, before any weights are asked for: activations, and instructions that no warp has come to yet, would
+  // queue behind those at the L2, as long as memory takes for all of them. Until then it delivers the first few stages
+  // to the L2.
+  if (lane < 4 && first_atom + lane < end_atom && warp < stages * S::kTiles) {
+    const int atom = first_atom + lane;
+    const int64_t tile = static_cast<int64_t>(atom / kAtomsPerTile) * k_tiles + first_stage * S::kTiles + warp;
+    if (first_stage * S::kTiles + warp < k_tiles) {
+      ptx::prefetch(qw + tile * kTileWords + atom % kAtomsPerTile * kAtomWords, kAtomWords * 4);
+    }
+  }
+  uint8_t* const digits = shared;
+  Column* const columns = reinterpret_cast<Column*>(shared + stages * kStageBlocks * S::kBlockBytes);
+  static_assert(kMaxTokens == 2, "the token of a task is found by one comparison");
+  const int x_blocks = stages * kStageBlocks, tasks = 4 * x_blocks * tokens;
+  const int64_t x_at = batch * args.x_batch_stride + static_cast<int64_t>(first_stage) * kStageK + 2 * t;
+  const int x_left = inputs - first_stage * kStageK;
+  const bool bf16 = args.x_dtype == DType::kBF16;
+  const auto load_task = [&](Pairs<S::kDigits>& x, int task) {
+    const int of_tokens = task / 4, token = of_tokens < x_blocks ? 0 : 1, block = of_tokens - token * x_blocks;
+    if (task < tasks) {
+      x.load(args, x_at + token * args.k + block * kBlockK, t, x_left - block * kBlockK, params.aligned_x);
+    }
+  };
+  Pairs<S::kDigits> x{}, next_x{};
+  load_task(x, threadIdx.x);
+  load_task(next_x, threadIdx.x + S::kThreads);
+
   // Loads, kAhead stages before their use: words of this lane, scale and shift of its outputs, rows g and g + 8 of its
   // warp's strip. What is not loaded is multiplied by digits of zero, or belongs to outputs that nobody stores.
   const int scale_size = element_size(args.scale_dtype);
@@ -263,7 +292,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
   const uint8_t* const scales =
       static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* const shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
-  const uint32_t* const qw = args.qw + batch * args.qw_batch_stride;
   uint4 words[kAhead][S::kTiles] = {};
   uint32_t scale_bits[kAhead][2] = {}, shift_bits[kAhead][2] = {};
   int fetch_atom = first_atom + warp % 4, fetch_index = 0;
@@ -285,7 +313,6 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
       fetch_shift[i] = shift + n * shift_size;
     }
   };
-  begin_fetch_pass();
   const auto fetch = [&](int slot) {
     const bool wanted = fetch_index < count && fetch_atom < end_atom;
 #pragma unroll
@@ -318,35 +345,21 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
     }
   };
 
-  // Digits of x. The first of a thread's blocks is loaded before any weights: it would queue behind them.
-  uint8_t* const digits = shared;
-  Column* const columns = reinterpret_cast<Column*>(shared + stages * kStageBlocks * S::kBlockBytes);
-  static_assert(kMaxTokens == 2, "the token of a task is found by one comparison");
-  const int x_blocks = stages * kStageBlocks, tasks = x_blocks * tokens;
-  const int64_t x_at = batch * args.x_batch_stride + static_cast<int64_t>(first_stage) * kStageK;
-  const int x_left = inputs - first_stage * kStageK;
-  const bool bf16 = args.x_dtype == DType::kBF16;
-  Block<S::kDigits> x{};
-  const auto load_task = [&](int task) {
-    const int token = task < x_blocks ? 0 : 1, block = task - token * x_blocks;
-    if (task < tasks) {
-      x.load(args, x_at + token * args.k + block * kBlockK, x_left - block * kBlockK, params.aligned_x);
-    }
-  };
-  load_task(threadIdx.x);
-#pragma unroll
-  for (int ahead = 0; ahead < kAhead; ++ahead) fetch(ahead);
+  begin_fetch_pass();
   if (threadIdx.x < kMaxTokens) not_finite[threadIdx.x] = 0;
   __syncthreads();
 #pragma unroll 1
   for (int first = threadIdx.x / 32 * 32; first < tasks; first += S::kThreads) {  // whole warps: lanes exchange
     const int task = first + lane;
-    const int token = task < x_blocks ? 0 : 1, block = task - token * x_blocks;
-    const bool finite = prepare_block<S>(x, bf16, task < tasks, tokens, token, block, digits + S::block_at(block),
-                                         columns + block / kStageBlocks * kColumns);
+    const int of_tokens = task / 4, token = of_tokens < x_blocks ? 0 : 1, block = of_tokens - token * x_blocks;
+    const bool finite = prepare<S>(x, bf16, task < tasks, tokens, token, digits + S::block_at(block),
+                                   columns + block / kStageBlocks * kColumns);
     if (!finite && task < tasks) not_finite[token] = 1;
-    load_task(task + S::kThreads);
+    x = next_x;
+    load_task(next_x, task + 2 * S::kThreads);
   }
+#pragma unroll
+  for (int ahead = 0; ahead < kAhead; ++ahead) fetch(ahead);
   ptx::fence_shared_for_async();
   __syncthreads();
 
@@ -502,7 +515,7 @@ cudaError_t launch_bits(const MatmulArgs& args, const Config& config, int shared
   params.args = args;
   const int log2 = log2_group_blocks(args);
   params.log2_group_blocks = log2 < 0 ? kNoGroups : log2;
-  params.aligned_x = args.k * element_size(args.x_dtype) % 16 == 0;
+  params.aligned_x = args.k % 2 == 0;
   const bool plain = args.shift_mode == ShiftMode::kNone && element_size(args.scale_dtype) == 2;
   if (args.x_dtype == DType::kF32) {
     return plain ? launch_shape<Shape<kBits, 4, true>>(params, config, shared_bytes, stream)

@@ -150,6 +150,12 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 }
 
 #if __CUDA_ARCH__ >= 900
+// A contiguous run of bytes, aligned to 16 and a multiple of it, from memory to the L2: one thread's instruction, on
+// its way before there is anything to put the bytes into.
+__device__ __forceinline__ void prefetch(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // Thread-block clusters (sm_90): CTAs that share an output tile add their partial sums through each other's shared
 // memory.
 __device__ __forceinline__ int cluster_index() {  // along x
