@@ -21,6 +21,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
@@ -57,12 +58,14 @@ struct Params {
 // Columns of the product, as many as the smallest wgmma has: every digit of every token is one, the rest are dropped.
 constexpr int kColumns = 8;
 
-// kPlain: no zeros or offsets, and scales of 16 bits.
-template <int kBits_, int kDigits_, bool kPlain_>
+// kScaleSize, kShiftSize: bytes of a scale, and of a zero or offset, 0 without; kScaleSize 0: both are known when the
+// kernel runs. A choice of type would stand between loads that are to go out together, and wait for them.
+template <int kBits_, int kDigits_, int kScaleSize_, int kShiftSize_>
 struct Shape {
   static constexpr int kBits = kBits_;
   static constexpr int kDigits = kDigits_;  // of an activation: 3, or 4 of float32
-  static constexpr bool kPlain = kPlain_;
+  static constexpr int kScaleSize = kScaleSize_, kShiftSize = kShiftSize_;
+  static constexpr bool kPlain = kScaleSize > 0 && kShiftSize == 0;
   static_assert(kDigits * kMaxTokens <= kColumns);
   static constexpr int kWarpgroups = 4;
   static constexpr int kThreads = kWarpgroups * 128;
@@ -86,6 +89,18 @@ __device__ __forceinline__ float bits_to_float(uint32_t bits, DType type) {
   if (type == DType::kBF16) return __uint_as_float(bits << 16);
   if (type == DType::kF16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
   return type == DType::kF32 ? __uint_as_float(bits) : static_cast<float>(bits);
+}
+// Of a known size, which tells the type but for that of 16 bits.
+template <int kSize>
+__device__ __forceinline__ uint32_t load_bits(const uint8_t* from) {
+  return kSize == 1 ? ptx::load_8(from) : kSize == 2 ? ptx::load_16(from) : ptx::load_32(from);
+}
+template <int kSize>
+__device__ __forceinline__ float bits_to_float(uint32_t bits, bool bf16) {
+  if constexpr (kSize == 1) return static_cast<float>(bits);
+  if constexpr (kSize == 4) return __uint_as_float(bits);
+  const float f16 = __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  return bf16 ? __uint_as_float(bits << 16) : f16;
 }
 
 // Eight activations of 32 as they lie in memory: those whose codes lane t of a group of four holds, pairs 2t + 8i.
@@ -323,17 +338,17 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
     if (wanted) {
       const int row = fetch_stage * kStageBlocks >> params.log2_group_blocks;
       const int64_t scale_at = static_cast<int64_t>(row) * scale_row_bytes;
-      if constexpr (S::kPlain) {
+      const int64_t shift_at = static_cast<int64_t>(row) * shift_row_bytes;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          scale_bits[slot][i] = ptx::load_16(fetch_scales[i] + scale_at);
-        }
-      } else {
-        const int64_t shift_at = static_cast<int64_t>(row) * shift_row_bytes;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (S::kScaleSize == 0) {
           scale_bits[slot][i] = load_bits(fetch_scales[i] + scale_at, scale_size);
           if (shift_size != 0) shift_bits[slot][i] = load_bits(fetch_shift[i] + shift_at, shift_size);
+        } else {
+          scale_bits[slot][i] = load_bits<S::kScaleSize>(fetch_scales[i] + scale_at);
+          if constexpr (S::kShiftSize > 0) {
+            shift_bits[slot][i] = load_bits<S::kShiftSize>(fetch_shift[i] + shift_at);
+          }
         }
       }
     }
@@ -363,7 +378,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
   ptx::fence_shared_for_async();
   __syncthreads();
 
-  const bool bf16_scales = args.scale_dtype == DType::kBF16;
+  const bool bf16_scales = args.scale_dtype == DType::kBF16, bf16_shift = args.shift_dtype == DType::kBF16;
   float* const partial = reinterpret_cast<float*>(shared + params.partial_at);
   float* const total = reinterpret_cast<float*>(shared + params.total_at);
   const int part_rows = (params.atoms_each + (params.atoms_over > 0)) * kAtomN;
@@ -402,18 +417,17 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
           ptx::wgmma_commit();
           const Column* const stage_columns = columns + stage * kColumns + 2 * t;
           float scale[2], z[2];
-          if constexpr (S::kPlain) {
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              scale[i] = bf16_scales ? __uint_as_float(scale_bits[ahead][i] << 16)
-                                     : __half2float(__ushort_as_half(static_cast<uint16_t>(scale_bits[ahead][i])));
-            }
-          } else {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
+          for (int i = 0; i < 2; ++i) {
+            z[i] = static_cast<float>(bias_of(S::kBits));
+            if constexpr (S::kScaleSize == 0) {
               scale[i] = bits_to_float(scale_bits[ahead][i], args.scale_dtype);
-              z[i] = shift_size == 0 ? static_cast<float>(bias_of(S::kBits))
-                                     : bits_to_float(shift_bits[ahead][i], args.shift_dtype);
+              if (shift_size != 0) z[i] = bits_to_float(shift_bits[ahead][i], args.shift_dtype);
+            } else {
+              scale[i] = bits_to_float<S::kScaleSize>(scale_bits[ahead][i], bf16_scales);
+              if constexpr (S::kShiftSize > 0) {
+                z[i] = bits_to_float<S::kShiftSize>(shift_bits[ahead][i], bf16_shift);
+              }
             }
           }
           ptx::wgmma_wait<0>();
@@ -424,10 +438,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
             const float value = static_cast<float>(part_sums[i]);
             if constexpr (S::kPlain) {
               acc[i] = fmaf(scale[i / 2] * unit, value - sum, acc[i]);
-            } else if (args.shift_mode == ShiftMode::kOffsets) {
-              acc[i] = fmaf(unit, fmaf(scale[i / 2], value, z[i / 2] * sum), acc[i]);
             } else {
-              acc[i] = fmaf(scale[i / 2] * unit, fmaf(-z[i / 2], sum, value), acc[i]);
+              const bool offsets = S::kShiftSize != 1 && args.shift_mode == ShiftMode::kOffsets;
+              const float factor = offsets ? unit : scale[i / 2] * unit;
+              const float of_codes = fmaf(-z[i / 2], sum, value);
+              const float shifted = offsets ? fmaf(scale[i / 2], value, z[i / 2] * sum) : of_codes;
+              acc[i] = fmaf(factor, shifted, acc[i]);
             }
           }
         }
@@ -509,6 +525,24 @@ cudaError_t launch_shape(Params params, const Config& config, int shared_bytes, 
   return launch_kernel(decode_matmul<S>, shape, stream, params);
 }
 
+template <int kBits, int kDigits>
+cudaError_t launch_digits(const Params& params, const Config& config, int shared_bytes, cudaStream_t stream) {
+  const MatmulArgs& args = params.args;
+  const auto launch = [&](auto scale_size, auto shift_size) {
+    return launch_shape<Shape<kBits, kDigits, scale_size.value, shift_size.value>>(params, config, shared_bytes,
+                                                                                   stream);
+  };
+  const auto of_scales = [&](auto scale_size) {
+    const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+    if (shift_size == 0) return launch(scale_size, std::integral_constant<int, 0>{});
+    if (shift_size == 1) return launch(scale_size, std::integral_constant<int, 1>{});
+    if (shift_size == scale_size.value) return launch(scale_size, scale_size);
+    return launch(std::integral_constant<int, 0>{}, std::integral_constant<int, 0>{});
+  };
+  return element_size(args.scale_dtype) == 2 ? of_scales(std::integral_constant<int, 2>{})
+                                             : of_scales(std::integral_constant<int, 4>{});
+}
+
 template <int kBits>
 cudaError_t launch_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
   Params params{};
@@ -516,13 +550,8 @@ cudaError_t launch_bits(const MatmulArgs& args, const Config& config, int shared
   const int log2 = log2_group_blocks(args);
   params.log2_group_blocks = log2 < 0 ? kNoGroups : log2;
   params.aligned_x = args.k % 2 == 0;
-  const bool plain = args.shift_mode == ShiftMode::kNone && element_size(args.scale_dtype) == 2;
-  if (args.x_dtype == DType::kF32) {
-    return plain ? launch_shape<Shape<kBits, 4, true>>(params, config, shared_bytes, stream)
-                 : launch_shape<Shape<kBits, 4, false>>(params, config, shared_bytes, stream);
-  }
-  return plain ? launch_shape<Shape<kBits, 3, true>>(params, config, shared_bytes, stream)
-               : launch_shape<Shape<kBits, 3, false>>(params, config, shared_bytes, stream);
+  return args.x_dtype == DType::kF32 ? launch_digits<kBits, 4>(params, config, shared_bytes, stream)
+                                     : launch_digits<kBits, 3>(params, config, shared_bytes, stream);
 }
 
 }  // namespace wonly::decode
