@@ -1,10 +1,11 @@
-"""What the benchmarks of GPU kernels share: the result file. How they are timed is in jax_wonly._timing."""
+"""What the benchmarks of GPU kernels share: options and the result file. How they are timed is in jax_wonly._timing."""
 
+import argparse
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -13,6 +14,33 @@ import jax
 def require_gpu(script: str) -> None:
     if (platform := jax.devices()[0].platform) != "gpu":
         sys.exit(f"benchmarks/{script} needs an NVIDIA GPU; JAX has {platform}")
+
+
+def add_timing(parser: argparse.ArgumentParser, rounds: int, calls: int) -> None:
+    parser.add_argument("--rounds", type=int, default=rounds, help="turns of each (default: %(default)s)")
+    parser.add_argument("--calls", type=int, default=calls, help="calls in a turn (default: %(default)s)")
+
+
+def add_suites(parser: argparse.ArgumentParser, suites: Iterable[str]) -> None:
+    suites = list(suites)
+    parser.add_argument("--suite", nargs="+", choices=suites, default=suites, help="what to measure (default: all)")
+
+
+def add_results(
+    parser: argparse.ArgumentParser, output: Path | None, append: bool = True, where: str = "%(default)s"
+) -> None:
+    """Adds the options of the result file; ``where`` says its default where that depends on other options."""
+    parser.add_argument("--output", type=Path, default=output, help=f"where to write the JSON (default: {where})")
+    if append:
+        parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
+    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+
+
+def kept_rows(output: Path, append: bool, identity: Sequence[str]) -> dict[tuple, dict]:
+    """The rows that the file holds, by their ``identity``; none without ``append``."""
+    if not append or not output.is_file():
+        return {}
+    return {tuple(row.get(name) for name in identity): row for row in json.loads(output.read_text())["rows"]}
 
 
 def command(*words: str) -> str:

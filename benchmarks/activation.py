@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import require_gpu, save
+from _common import add_timing, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -163,8 +163,7 @@ def main() -> None:
     parser.add_argument(
         "--suite", nargs="+", choices=suites, default=list(suites), help="what to measure (default: all)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=15, help="calls in a turn (default: %(default)s)")
+    add_timing(parser, rounds=3, calls=15)
     parser.add_argument("--k", type=int, nargs="+", help="of the shapes to measure (default: all)")
     parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="M (default: %(default)s)")

@@ -13,12 +13,11 @@ them, where they are small); all functions take turns. Microseconds:
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _common import require_gpu, save
+from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -94,21 +93,14 @@ def measure(size: int, inputs: int, outputs: int, window: int, stride: int, batc
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to measure (default: all)"
-    )
+    add_suites(parser, SUITES)
     parser.add_argument("--batch", nargs="+", type=int, default=BATCHES, help="images (default: 1 8 32)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=15, help="calls in a turn (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
-    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
-    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    add_timing(parser, rounds=3, calls=15)
+    add_results(parser, RESULTS)
     args = parser.parse_args()
     require_gpu("conv.py")
 
-    rows: dict[tuple, dict] = {}
-    if args.append and args.output.is_file():
-        rows = {tuple(row[i] for i in IDENTITY): row for row in json.loads(args.output.read_text())["rows"]}
+    rows = kept_rows(args.output, args.append, IDENTITY)
     cases = [(suite, batch, *shape) for suite in args.suite for batch in args.batch for shape in SUITES[suite]]
     for suite, batch, *shape in progress(cases, label="convolutions"):
         row = dict(zip(IDENTITY, (suite, *shape, batch), strict=True)) | {"bits": 4, "group_size": GROUP_SIZE}

@@ -16,10 +16,8 @@ import collections
 import dataclasses
 import functools
 import gc
-import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,7 +32,9 @@ from jax_wonly._timing import short_name
 from jax_wonly.progress import progress
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "llm"))
+sys.path[:0] = [str(ROOT / "examples" / "llm"), str(ROOT / "benchmarks")]
+from _common import kept_rows, save  # noqa: E402
+
 import llama  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -205,13 +205,6 @@ def compare(rows: list[dict]) -> None:
         row["peak_ratio"] = other and round(row["peak_bytes"] / other["peak_bytes"], 4)
 
 
-def command(*words) -> str:
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:
-        return ""
-
-
 def show(rows: list[dict]) -> None:
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
@@ -253,10 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     attention = prompt_attention(args.prompt_attention), step_attention(args.step_attention, sizes)
 
     identity = ("weights", "phase", "batch", "context", "kernel" if args.profile else "group_size")
-    rows: dict[tuple, dict] = {}
-    if args.append and output.is_file():
-        rows = {tuple(row[name] for name in identity): row for row in json.loads(output.read_text())["rows"]}
-    output.parent.mkdir(parents=True, exist_ok=True)
+    rows = kept_rows(output, args.append, identity)
     for weights in [name for name in BITS if name in args.weights]:
         peak = 0 if weights == "int4" else allocator_peak()
         model = build(sizes.config, BITS[weights], args.group_size, *attention)
@@ -276,16 +266,8 @@ def main(arguments: list[str] | None = None) -> None:
                 rows[tuple(row[name] for name in identity)] = row
             if not args.profile:
                 compare(list(rows.values()))
-            report = {
-                "device": device.device_kind,
-                "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
-                "jax": jax.__version__,
-                "commit": args.commit or command("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
-                "prompt attention": attention[0],
-                "step attention": attention[1],
-                "rows": sorted(rows.values(), key=order),
-            }
-            output.write_text(json.dumps(report, indent=1) + "\n")
+            found = {"prompt attention": attention[0], "step attention": attention[1]}
+            save(output, sorted(rows.values(), key=order), args.commit, **found)
         del state
         gc.collect()
     show(list(rows.values()))

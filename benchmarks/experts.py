@@ -20,13 +20,12 @@ With ``--gradient`` the same of the gradients of the activations, the products w
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import require_gpu, save
+from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -177,23 +176,16 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to measure (default: all)"
-    )
+    add_suites(parser, SUITES)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=10, help="calls in a turn (default: %(default)s)")
+    add_timing(parser, rounds=3, calls=10)
     parser.add_argument("--gradient", action="store_true", help="measure the gradients of the activations instead")
-    parser.add_argument("--output", type=Path, help=f"where to write the JSON (default: in {RESULTS})")
-    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
-    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    add_results(parser, None, where=f"in {RESULTS}")
     args = parser.parse_args()
     require_gpu("experts.py")
     output = args.output or RESULTS / f"h100-experts{'-gradients' if args.gradient else ''}.json"
 
-    results: dict[tuple, dict] = {}
-    if args.append and output.is_file():
-        results = {tuple(row[i] for i in IDENTITY): row for row in json.loads(output.read_text())["rows"]}
+    results = kept_rows(output, args.append, IDENTITY)
     stream = stream_gbps(args.rounds, args.calls)
     cases = [(suite, routing, t) for suite in args.suite for t in args.tokens for routing in ("balanced", "skewed")]
     weights: dict = {}

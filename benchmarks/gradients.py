@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _common import require_gpu, save
+from _common import add_results, add_suites, add_timing, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -100,13 +100,9 @@ def measure(options, rounds, calls, cache):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to measure (default: all)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=8, help="calls in a turn (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
-    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    add_suites(parser, SUITES)
+    add_timing(parser, rounds=3, calls=8)
+    add_results(parser, RESULTS, append=False)
     args = parser.parse_args()
     require_gpu("gradients.py")
 

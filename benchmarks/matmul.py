@@ -9,10 +9,9 @@ the same groups.
 """
 
 import argparse
-import json
 from pathlib import Path
 
-from _common import require_gpu, save
+from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
 
 from jax_wonly._timing import Product, copies_of
 from jax_wonly.progress import progress
@@ -77,21 +76,14 @@ def measure(options, rounds, calls, dense_cache):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--suite", nargs="+", choices=SUITES, default=list(SUITES), help="what to measure (default: all)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=15, help="calls in a turn (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
-    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
-    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    add_suites(parser, SUITES)
+    add_timing(parser, rounds=3, calls=15)
+    add_results(parser, RESULTS)
     args = parser.parse_args()
     require_gpu("matmul.py")
 
-    rows: dict[tuple, dict] = {}
     identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m", "batch")
-    if args.append and args.output.is_file():
-        rows = {tuple(row.get(i) for i in identity): row for row in json.loads(args.output.read_text())["rows"]}
+    rows = kept_rows(args.output, args.append, identity)
     cases = [options for suite in args.suite for options in SUITES[suite]]
     dense_cache: dict = {}
     for options in progress(cases, label="products"):

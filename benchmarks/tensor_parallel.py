@@ -10,7 +10,6 @@ the largest result.
 """
 
 import argparse
-import json
 import statistics
 import time
 from functools import partial
@@ -19,7 +18,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import require_gpu, save
+from _common import add_results, add_timing, kept_rows, require_gpu, save
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -81,17 +80,12 @@ def measure(mesh, layers, tokens: int, rounds: int, calls: int, dense: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=20, help="calls in a round (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
-    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
-    parser.add_argument("--commit", help="of this tree, where git cannot tell")
+    add_timing(parser, rounds=9, calls=20)
+    add_results(parser, RESULTS)
     args = parser.parse_args()
     require_gpu("tensor_parallel.py")
 
-    results: dict[tuple, dict] = {}
-    if args.append and args.output.is_file():
-        results = {tuple(row[i] for i in IDENTITY): row for row in json.loads(args.output.read_text())["rows"]}
+    results = kept_rows(args.output, args.append, IDENTITY)
     counts = [1] + [2**i for i in range(1, jax.device_count().bit_length()) if 2**i <= jax.device_count()]
     measured: dict[tuple, tuple[float, np.ndarray]] = {}
     cases = [(count, dense, tokens) for count in counts for dense in (False, True) for tokens in args.tokens]
