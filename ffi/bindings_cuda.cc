@@ -62,6 +62,20 @@ void set_weights(Args& args, const WeightOperands& weights) {
   args.shift_mode = weights.shift_mode;
 }
 
+// The activations, the result, and what happens to it, of a product's operands; sizes are the caller's.
+template <typename Operands>
+void set_operands(MatmulArgs& args, const Operands& operands, bool has_bias) {
+  set_weights(args, operands.weights);
+  args.x = operands.x.data;
+  args.bias = operands.bias.data;
+  args.y = operands.y.data;
+  args.x_dtype = operands.x.type;
+  args.bias_dtype = operands.bias.type;
+  args.y_dtype = operands.y.type;
+  args.has_bias = has_bias;
+  args.activation = operands.activation;
+}
+
 ffi::Error launched(const char* what, cudaError_t status) {
   if (status == cudaSuccess) return ffi::Error::Success();
   return ffi::Error::Internal(std::string("jax_wonly: ") + what +
@@ -80,19 +94,11 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   }
   if (y->element_count() == 0) return ffi::Error::Success();
   MatmulArgs args{};
-  set_weights(args, weights);
-  args.x = operands.x.data;
-  args.bias = operands.bias.data;
-  args.y = operands.y.data;
+  set_operands(args, operands, has_bias == 1);
   args.batch = operands.batch;
   args.x_batch_stride = operands.x.stride;
   args.bias_batch_stride = operands.bias.stride;
   args.m = operands.m;
-  args.x_dtype = operands.x.type;
-  args.bias_dtype = operands.bias.type;
-  args.y_dtype = operands.y.type;
-  args.has_bias = has_bias == 1;
-  args.activation = operands.activation;
   if (scratch.size() > 0) {
     auto room = *scratch.get<ffi::AnyBuffer>(0);
     WONLY_RETURN_IF_ERROR(check_type("scratch", *room, ffi::S32));
@@ -121,17 +127,8 @@ ffi::Error launch_ragged(cudaStream_t stream, const ffi::AnyBuffer& x, const ffi
   }
   if (y.element_count() == 0) return ffi::Error::Success();
   RaggedArgs args{};
-  MatmulArgs& product = args.product;
-  set_weights(product, weights);
-  product.x = operands.x.data;
-  product.bias = operands.bias.data;
-  product.y = operands.y.data;
-  product.bias_batch_stride = operands.bias.stride;
-  product.x_dtype = operands.x.type;
-  product.bias_dtype = operands.bias.type;
-  product.y_dtype = operands.y.type;
-  product.has_bias = has_bias == 1;
-  product.activation = operands.activation;
+  set_operands(args.product, operands, has_bias == 1);
+  args.product.bias_batch_stride = operands.bias.stride;
   args.rows = operands.rows;
   args.row_mode = operands.row_mode;
   args.experts = operands.experts;
@@ -168,14 +165,10 @@ ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   if (weights.shift_mode == ShiftMode::kTable) return invalid("the weights of a transposed product have a table");
   if (dx->element_count() == 0) return ffi::Error::Success();
   MatmulArgs args{};
-  set_weights(args, weights);
-  args.x = operands.x.data;
-  args.y = operands.y.data;
+  set_operands(args, operands, false);
   args.batch = operands.batch;
   args.x_batch_stride = operands.x.stride;
   args.m = operands.m;
-  args.x_dtype = operands.x.type;
-  args.y_dtype = operands.y.type;
   return launched("the transposed product", launch_matmul_transposed(args, stream));
 }
 
@@ -194,19 +187,11 @@ ffi::Error convolution(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw,
   WONLY_RETURN_IF_ERROR(check_sizes(1, images * geometry.height.size * geometry.width.size, 1, 1, 1));
   ConvArgs args{};
   MatmulArgs& product = args.product;
-  set_weights(product, weights);
-  product.x = operands.x.data;
-  product.bias = operands.bias.data;
-  product.y = operands.y.data;
+  set_operands(product, operands, has_bias == 1);
   product.scratch = scratch->untyped_data();
   product.scratch_bytes = static_cast<int64_t>(scratch->size_bytes());
   product.batch = 1;
   product.m = pixels;
-  product.x_dtype = operands.x.type;
-  product.bias_dtype = operands.bias.type;
-  product.y_dtype = operands.y.type;
-  product.has_bias = has_bias == 1;
-  product.activation = operands.activation;
   args.geometry = geometry;
   if (!conv::supports(args)) return invalid("there is no CUDA kernel for this convolution");
   return launched("the convolution", launch_conv(args, stream));
