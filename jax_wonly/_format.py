@@ -107,16 +107,21 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     codes = jnp.asarray(codes)
     if codes.ndim < 2 or 0 in codes.shape[-2:]:
         raise ValueError(f"jax_wonly: codes has shape {codes.shape}; accepted: [..., K, N] with K, N >= 1.")
+    return pack_with(jnp, codes, bits)
+
+
+def pack_with(xp: Any, codes, bits: int):
+    """As :func:`pack`, by the operations of ``jnp`` or of NumPy, whose arrays ``codes`` then is."""
     *lead, k, n = codes.shape
     nt, kt = tiles(bits, k, n)
     pad = [(0, 0)] * len(lead) + [(0, kt * tile_k(bits) - k), (0, nt * TILE_N - n)]
-    codes = jnp.pad(codes, pad, constant_values=bias_of(bits))
+    codes = xp.pad(codes, pad, constant_values=bias_of(bits))
     pairs = 16 // bits
     codes = codes.reshape(*lead, kt, 2, pairs, 4, 2, nt, 4, 2, 8)
     codes = codes.transpose(*range(len(lead)), *(a + len(lead) for a in _CODES_TO_WORDS))
-    shifts = (jnp.arange(2 * pairs, dtype=jnp.uint32) * bits).reshape(2, pairs)
-    words = (codes.astype(jnp.uint32) & ((1 << bits) - 1)) << shifts
-    return words.sum((-2, -1), dtype=jnp.uint32).reshape(*lead, nt, kt, TILE_WORDS)
+    shifts = (xp.arange(2 * pairs, dtype=xp.uint32) * bits).reshape(2, pairs)
+    words = (codes.astype(xp.uint32) & ((1 << bits) - 1)) << shifts
+    return words.sum((-2, -1), dtype=xp.uint32).reshape(*lead, nt, kt, TILE_WORDS)
 
 
 def unpack(qw: jax.Array, bits: int, k: int, n: int) -> jax.Array:

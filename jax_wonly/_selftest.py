@@ -20,7 +20,7 @@ from jax_wonly._activation import quantize_activation
 from jax_wonly._conv import conv_general_dilated
 from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._explain import explain
-from jax_wonly._format import bias_of, pack, unpack
+from jax_wonly._format import bias_of, pack, pack_with, unpack
 from jax_wonly._matmul import matmul
 from jax_wonly._quantize import MODES, dequantize, quantize
 from jax_wonly._tensor import QuantizedTensor
@@ -92,11 +92,10 @@ class _Weight:
             self.shift = rng.normal(-0.5, 1.0, shape).astype(_DTYPES[scale_dtype])
         self.mode, self.bits, self.group_size = mode, bits, group_size or k
         self.table = rng.normal(0.1, 0.5, 16).astype(np.float32) if mode == "table" else None
-        shift = None if self.shift is None else jnp.asarray(self.shift)
-        zeros, offsets = (None, shift) if mode == "offsets" else (shift, None)
-        packed = jax.jit(pack, static_argnums=1)(jnp.asarray(self.codes), bits)
+        zeros, offsets = (None, self.shift) if mode == "offsets" else (self.shift, None)
+        packed = pack_with(np, self.codes, bits)  # a program to pack each shape would take longer than the tests
         table = None if self.table is None else tuple(self.table.tolist())
-        self.qt = QuantizedTensor(packed, jnp.asarray(self.scales), zeros, offsets, bits=bits, k=k, n=n, table=table)
+        self.qt = QuantizedTensor(packed, self.scales, zeros, offsets, bits=bits, k=k, n=n, table=table)
 
     def dense(self, columns: slice | np.ndarray = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """The float64 weight of some outputs, and the magnitudes that a kernel adds up for it and cancels."""
@@ -285,9 +284,13 @@ def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
             struct = jax.ShapeDtypeStruct((dy.shape[0], k), dy.dtype)
             return jax.linear_transpose(lambda primal: product(primal, qt, ids, sizes), struct)(dy)[0]
 
-        operands = (x, weight.qt, jnp.asarray(ids), jnp.asarray(sizes))
+        operands = (x, weight.qt, ids, sizes)
         what = f"{experts} experts by {'sizes' if by_size else 'ids'}, {_scheme_text(bits, size, mode, dtype)}"
         yield Case(what, gradient if transpose else product, operands, check)
+
+
+# One program for every platform.
+_quantized = jax.jit(definition.reference, static_argnames=("bits", "group_size", "mode", "scale_dtype"))
 
 
 def _quantize(rng, platform: str) -> Iterator[Case]:
@@ -296,9 +299,9 @@ def _quantize(rng, platform: str) -> Iterator[Case]:
         w = rng.normal(0.1, 1.0, (k, n))
         w[:, rng.integers(0, n, 8)] = np.repeat([[0.0, 0.75, -1.25, 50.0]], 2, axis=0).reshape(-1)  # constant ones too
         w = w.astype(_DTYPES[dtype])
-        params = {"bits": bits, "group_size": size or k, "mode": MODES[mode], "scale_dtype": jnp.dtype(dtype)}
         with jax.default_device(_host()):
-            expected = [np.asarray(a[0]) for a in jax.jit(lambda w, p=params: definition.reference(w[None], **p))(w)]
+            found = _quantized(w[None], bits=bits, group_size=size or k, mode=MODES[mode], scale_dtype=jnp.dtype(dtype))
+            expected = [np.asarray(a[0]) for a in found]
 
         def check(*found, expected=expected):
             same = all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -381,7 +384,9 @@ def _static_matmul(rng, platform: str) -> Iterator[Case]:
         return
     for bits, (m, k) in itertools.product((4, 8), ((5, 77), (260, 512))):
         weight = _Weight(rng, k, 72, bits=bits, group_size=None, mode="symmetric", scale_dtype="float32")
-        layer = static.prepare(weight.qt, static.Scale(0.02, 3), static.Scale(0.02 * k**0.5, -5))
+        with jax.default_device(_host()):
+            layer = static.prepare(weight.qt, static.Scale(0.02, 3), static.Scale(0.02 * k**0.5, -5))
+            layer = jax.tree.map(np.asarray, layer)
         q = rng.integers(-128, 128, (m, k)).astype(np.int8)
 
         def check(y, q=q, weight=weight, layer=layer, bits=bits):
@@ -456,6 +461,40 @@ def registered(platform: str) -> list[str]:
     return list(importlib.import_module(f"jax_wonly._{platform}").registrations())
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The cases of one custom call on one device, whose programs are being compiled."""
+
+    target: str
+    platform: str
+    device: Any
+    cases: list[tuple[Case, Future]]
+    seconds: float
+    """What it took to make them."""
+
+
+def compilers() -> ThreadPoolExecutor:
+    """Threads to compile in, which takes most of the time and leaves Python to the others."""
+    return ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+
+
+def prepare(target: str, platform: str, device, seed: int, pool: Executor) -> Prepared:
+    """Makes the cases of a custom call, and lets ``pool`` compile each of them, once for all variants.
+
+    Args:
+      target: the custom call.
+      platform: ``"cpu"`` or ``"cuda"``.
+      device: to run on.
+      seed: of the random operands.
+      pool: as :func:`compilers`.
+    """
+    begin = time.perf_counter()
+    with jax.default_device(device):
+        made = CASES[target](np.random.default_rng(seed), platform)
+        cases = [(case, _compile(case, target, pool)) for case in made]
+    return Prepared(target, platform, device, cases, time.perf_counter() - begin)
+
+
 def _compile(case: Case, target: str, pool: Executor) -> Future:
     """The program of a case, some time later."""
     future: Future = Future()
@@ -469,26 +508,19 @@ def _compile(case: Case, target: str, pool: Executor) -> Future:
     return future
 
 
-def run_cases(
-    target: str, platform: str, device, variants: Sequence[tuple[str, Callable[[], Any]]], seed: int
-) -> list[Outcome]:
-    """Runs the cases of one custom call, each compiled once and called with every variant.
+def run_cases(prepared: Prepared, variants: Sequence[tuple[str, Callable[[], Any]]]) -> list[Outcome]:
+    """Runs the cases of one custom call, with every variant.
 
     Args:
-      target: the custom call.
-      platform: ``"cpu"`` or ``"cuda"``.
-      device: to run on.
+      prepared: the cases.
       variants: names, and functions that switch to them (the instruction sets of a CPU).
-      seed: of the random operands.
     """
+    target, platform = prepared.target, prepared.platform
     found: dict[str, list[tuple[float, str]]] = {name: [] for name, _ in variants}
-    seconds = dict.fromkeys(found, 0.0)
+    seconds = dict.fromkeys(found, prepared.seconds / len(variants))
     failed: dict[str, list[str]] = {name: [] for name in found}
-    rng = np.random.default_rng(seed)
-    with jax.default_device(device), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        # Compiling takes most of the time, and leaves Python to the others.
-        cases = [(case, _compile(case, target, pool)) for case in CASES[target](rng, platform)]
-        for case, compiled in cases:
+    with jax.default_device(prepared.device):
+        for case, compiled in prepared.cases:
             for name, switch in variants:
                 begin = time.perf_counter()
                 try:
@@ -527,9 +559,9 @@ def run_xla(platform: str, device, seed: int) -> Outcome:
             exact = x.astype(np.float64) @ dense
             ratio = _ratio(np.abs(y - exact), _product_bound(x.astype(np.float64), dense, magnitude, exact, "float32"))
             count, worst = count + 1, max(worst, ratio)
-            same = np.array_equal(
-                jax.jit(unpack, static_argnums=(1, 2, 3))(weight.qt.qvalue, bits, 256, 72), weight.codes
-            )
+            packed = jax.jit(pack, static_argnums=1)(weight.codes, bits)
+            codes = jax.jit(unpack, static_argnums=(1, 2, 3))(weight.qt.qvalue, bits, 256, 72)
+            same = np.array_equal(packed, weight.qt.qvalue) and np.array_equal(codes, weight.codes)
             if not ratio <= 1 or not same:
                 failures.append(f"{_scheme_text(bits, 64, mode, 'float32')}: {_excess(ratio)}")
     seconds = time.perf_counter() - begin

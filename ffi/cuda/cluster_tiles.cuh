@@ -44,12 +44,12 @@ struct Ring {
   __device__ explicit Ring(uint8_t* shared)
       : full(reinterpret_cast<uint64_t*>(shared)), empty(full + kStages), stages(shared + kBarrierBytes) {}
 
-  // All threads of the cluster.
-  __device__ void init(int fill, int ctas) {
+  // All threads of the cluster; `fillers` warps fill a stage besides the copies.
+  __device__ void init(int fillers, int ctas) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        ptx::barrier_init(full + i, fill);
-        ptx::barrier_init(empty + i, ctas * kWarpgroups * 4);
+        ptx::barrier_init(full + i, 1 + fillers * ptx::kArrivals);
+        ptx::barrier_init(empty + i, ctas * kWarpgroups * 4 * ptx::kArrivals);
       }
       ptx::barrier_init_fence();
     }
@@ -63,12 +63,16 @@ struct Ring {
   // By a warp that has filled its part.
   __device__ void fill(int lane) const {
     __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(full + at.slot);
+    if (ptx::arrives(lane)) ptx::barrier_arrive(full + at.slot);
   }
   // By a warp that has read it: to all producers, which fill this CTA's slot together.
   __device__ void release(int slot, int lane, int ctas) const {
     __syncwarp();
-    if (lane < ctas) ptx::barrier_arrive_at_rank(empty + slot, lane);
+    if (ptx::kArrivals == 1) {
+      if (lane < ctas) ptx::barrier_arrive_at_rank(empty + slot, lane);
+    } else {
+      for (int rank = 0; rank < ctas; ++rank) ptx::barrier_arrive_at_rank(empty + slot, rank);
+    }
   }
   __device__ void advance() { at.advance(); }
 };

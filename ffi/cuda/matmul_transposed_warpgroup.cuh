@@ -307,8 +307,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(full + i, 4 + 1);  // the producer warps, and one of them again for dy
-      ptx::barrier_init(empty + i, kWarps * params.partners);
+      ptx::barrier_init(full + i, 4 * ptx::kArrivals + 1);  // the producer warps, and one of them again for dy
+      ptx::barrier_init(empty + i, kWarps * params.partners * ptx::kArrivals);
     }
     ptx::barrier_init(received, 1);
     ptx::barrier_init_fence();
@@ -473,7 +473,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       ptx::fence_shared_for_async();
       __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(full + slot);
+      if (ptx::arrives(lane)) ptx::barrier_arrive(full + slot);
       slot += S::kProducers;
       if (slot >= kStages) {
         slot -= kStages;
@@ -562,7 +562,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         continue;
       }
       const auto release = [&](int released) {
-        if (lane != 0) return;
+        if (!ptx::arrives(lane)) return;
         ptx::barrier_arrive(empty + released);
         if (params.partners == 1) return;
         if (item.split) {

@@ -38,13 +38,7 @@ constexpr int kMaxStages = 10;
 constexpr int kMaxCluster = 8;
 constexpr int kBarrierBytes = 1024;  // three for each stage and one; the ring is aligned for the 128-byte swizzle
 constexpr int kMultiprocessorBytes = 228 << 10;
-// Of a warp, when it is done with a slot. One lane speaks for all, after the warp has synchronised; racecheck takes
-// only what a lane itself arrives for as ordered, so tests/gpu/sanitize.sh has each of them arrive.
-#ifdef WONLY_EVERY_LANE_ARRIVES
-constexpr int kArrivals = 32;
-#else
-constexpr int kArrivals = 1;
-#endif
+using ptx::kArrivals;
 
 template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, bool kSums_>
 struct Shape {

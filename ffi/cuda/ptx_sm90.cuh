@@ -11,6 +11,15 @@
 
 namespace wonly::ptx {
 
+// Of a warp, when it is done with a slot. One lane speaks for all, after the warp has synchronised; racecheck takes
+// only what a lane itself arrives for as ordered, so tests/gpu/sanitize.sh has each of them arrive.
+#ifdef WONLY_EVERY_LANE_ARRIVES
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
+__device__ __forceinline__ bool arrives(int lane) { return kArrivals == 32 || lane == 0; }
+
 // Barriers in shared memory that count arrivals and the bytes of bulk copies, so that a consumer waits for exactly its
 // data.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {

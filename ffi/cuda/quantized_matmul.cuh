@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
     return tile;
   };
 
-  ring.init(1 + S::kGatherWarps, kCluster);
+  ring.init(S::kGatherWarps, kCluster);
 
   if (warp >= kWarpgroups * 4) {
     ptx::lower_registers<tiles::kProducerRegisters>();

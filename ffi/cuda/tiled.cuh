@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const Source source(params.source, args, shared + S::kSourceAt);
   const int ctas = source.ctas(), rank = blockIdx.x % ctas;
-  ring.init(1 + kAffineWarps, ctas);
+  ring.init(kAffineWarps, ctas);
   const int64_t count = source.count();
 
   if (warp >= kWarpgroups * 4) {

@@ -72,15 +72,21 @@ def run(args: argparse.Namespace) -> int:
             skipped.append(f"kernels on {platform}: {why}")
 
     show = args.json != "-" and decorated(sys.stderr)
-    for platform, target, device, variants in progress(work, "doctor", unit="calls") if show else work:
-        try:
-            if target:
-                outcomes += _selftest.run_cases(target, platform, device, variants, args.seed)
-            else:
-                outcomes.append(_selftest.run_xla(platform, device, args.seed))
-        finally:
-            if platform == "cpu" and variants:
-                importlib.import_module("jax_wonly._cpu").force_isa("")
+    with _selftest.compilers() as pool:
+        prepared = [
+            _selftest.prepare(target, platform, device, args.seed, pool) if target else None
+            for platform, target, device, _ in work
+        ]
+        steps = list(zip(prepared, work, strict=True))
+        for cases, (platform, _, device, variants) in progress(steps, "doctor", unit="calls") if show else steps:
+            try:
+                if cases is not None:
+                    outcomes += _selftest.run_cases(cases, variants)
+                else:
+                    outcomes.append(_selftest.run_xla(platform, device, args.seed))
+            finally:
+                if platform == "cpu" and variants:
+                    importlib.import_module("jax_wonly._cpu").force_isa("")
 
     seconds = time.perf_counter() - begin
     problems += [f"{o.target} on {o.platform} {o.variant}: {failure}" for o in outcomes for failure in o.failures]

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the product's kernels on odd shapes: out-of-bounds accesses, then races in shared memory.
-#   tests/gpu/sanitize.sh [EVERY]    one case in EVERY (default 20) is run
+#   tests/gpu/sanitize.sh [EVERY [TOOL...]]    one case in EVERY (default 20) is run, by memcheck and racecheck
 # WONLY_SWEEP: the program, if it is built already (benchmarks/tune.py --build --define WONLY_EVERY_LANE_ARRIVES).
 set -eu
 cd "$(dirname "$0")/../.."
 every=${1:-20}
+shift $(($# > 0))
 program=${WONLY_SWEEP:-$(python3 benchmarks/tune.py --build --define WONLY_EVERY_LANE_ARRIVES | tail -n 1)}
-for tool in memcheck racecheck; do
+[ $# -gt 0 ] || set -- memcheck racecheck
+for tool in "$@"; do
   echo "== $tool"
   compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" check "$every"
 done

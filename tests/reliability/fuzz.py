@@ -25,6 +25,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import hypothesis
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from experts_cases import check_gather_matmul, check_ragged_dot
@@ -37,7 +38,7 @@ from test_checkpoint import GOOD_GGUF, GOOD_SAFETENSORS, gguf_bytes
 from test_checkpoint_fuzz import damaged, sound
 
 import jax_wonly as jw
-from jax_wonly import _abi, _format, checkpoint, compat
+from jax_wonly import _abi, _format, _selftest, checkpoint, compat
 
 OWN = "cuda" if jax.default_backend() == "gpu" else "cpu"
 # CUDA has not all of them.
@@ -355,58 +356,98 @@ def check_each_bad_argument() -> dict[str, Any]:
     return {"what": "each bad value in the place of each argument", "cases": cases, "failures": failures}
 
 
-def _call_of(rng, target: str) -> tuple[list, list, dict[str, int]]:
+def _call_of(rng, target: str) -> tuple[list, list, dict[str, Any]]:
     """Operands, results and attributes of a custom call that is sound."""
+    on_gpu = jax.default_backend() == "gpu"
     batch, m, g, groups, n = (int(rng.integers(1, high)) for high in (3, 20, 80, 3, 140))
-    if groups > 1 and jax.default_backend() == "gpu":  # whose kernels take groups of certain sizes
+    if groups > 1 and on_gpu:  # whose kernels take groups of certain sizes
         g = 128 if target in (_abi.QUANTIZE_ACTIVATION, _abi.QUANTIZED_MATMUL) else int(rng.choice([32, 64, 128]))
-    bits = int(rng.choice([4, 8]))
-    k, shift_mode = g * groups, int(rng.integers(3))
+    conv, ragged = target == _abi.CONV, target in (_abi.RAGGED_MATMUL, _abi.RAGGED_MATMUL_TRANSPOSED)
+    transposed = target in (_abi.MATMUL_TRANSPOSED, _abi.RAGGED_MATMUL_TRANSPOSED)
     dtype, dtype2 = (DTYPES[str(rng.choice(sorted(DTYPES)))] for _ in range(2))
-    qw = rng.integers(0, 2**32, (batch, *_format.packed_shape(bits, k, n)), np.uint32)
-    scales = rng.normal(0, 1, (batch, groups, n)).astype(dtype2)
-    shift = [] if shift_mode == 0 else [rng.normal(0, 1, (batch, groups, n)).astype(dtype2)]
-    weights = {"bits": bits, "shift_mode": shift_mode}
+    bits = int(rng.choice([4, 8]))
+    # Products with a table, and convolutions, are of 16 bits on a GPU, and of so many inputs.
+    narrow = conv or (on_gpu and bits == 4 and not transposed and rng.integers(4) == 0)
+    if narrow and target != _abi.DEQUANTIZE:
+        g, dtype = -(-g // 8) * 8, DTYPES[str(rng.choice(["bfloat16", "float16"]))]
+    k, shift_mode = g * groups, int(rng.integers(3))
+    if bits == 4 and (narrow if on_gpu else rng.integers(4) == 0) and not conv and target != _abi.QUANTIZED_MATMUL:
+        shift_mode = int(_abi.ShiftMode.TABLE)
+    size = [1, 1, *rng.integers(1, 4, 2)] if conv else []
+    lead = int(np.prod(size[2:])) if conv else batch
+    if conv:
+        dtype2 = dtype if rng.integers(2) else DTYPES["float32"]
+
+    def normal(*shape, dtype=dtype):
+        return rng.normal(0, 1, shape).astype(dtype)
 
     def result(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    qw = rng.integers(0, 2**32, (lead, *_format.packed_shape(bits, k, n)), np.uint32)
+    scales = normal(lead, groups, n, dtype=dtype2)
+    shift = [] if shift_mode == 0 else [normal(lead, groups, n, dtype=dtype if conv else dtype2)]
+    if shift_mode == _abi.ShiftMode.TABLE:
+        shift = [normal(1, 1, 16, dtype=np.float32)]
+    elif shift_mode == _abi.ShiftMode.ZEROS and rng.integers(2):
+        shift = [rng.integers(0, 2**bits, scales.shape).astype(np.uint8)]
+    weights = {"bits": bits, "shift_mode": shift_mode}
+
+    if target == _selftest.CONVERSIONS:
+        number, outputs = _conversion(rng)
+        words = rng.integers(0, 2**32, m, np.uint32)
+        return [words], [result(m, outputs, dtype=np.uint32)], {"conversion": number}
     if target == _abi.QUANTIZE:
         mode = int(rng.integers(4))
         results = [result(*qw.shape, dtype=np.uint32), result(*scales.shape, dtype=dtype2)]
         results += [] if mode == 0 else [result(*scales.shape, dtype=np.uint8 if mode == 1 else dtype2)]
-        w = rng.normal(0, 1, (batch, k, n)).astype(dtype)
-        return [w], results, {"bits": bits, "group_size": g, "quantize_mode": mode}
+        return [normal(batch, k, n)], results, {"bits": bits, "group_size": g, "quantize_mode": mode}
     if target == _abi.DEQUANTIZE:
         return [qw, scales, *shift], [result(batch, k, n)], weights
     if target in (_abi.QUANTIZE_ACTIVATION, _abi.QUANTIZED_MATMUL, _abi.STATIC_MATMUL):
-        padded = -(-k // 16) * 16
-        codes = rng.integers(-127, 128, (batch, m, padded)).astype(np.int8)
+        float8 = target != _abi.STATIC_MATMUL and (bits == 4 or target == _abi.QUANTIZE_ACTIVATION) and rng.integers(2)
+        offsets = int(not float8 and target != _abi.STATIC_MATMUL and rng.integers(2))
+        codes = rng.integers(-127, 128, (batch, m, -(-k // 16) * 16)).astype(np.int8)
+        codes = codes.astype(ml_dtypes.float8_e4m3fn if float8 else np.int8)
         codes[..., k:] = 0
-        x_scales, sums = (rng.normal(0, 1, (batch, m, groups)).astype(t) for t in (np.float32, np.int32))
+        x_scales, sums = (normal(batch, m, groups, dtype=t) for t in (np.float32, np.float32 if float8 else np.int32))
         if target == _abi.QUANTIZE_ACTIVATION:
-            results = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (codes, x_scales, sums)]
-            return [rng.normal(0, 1, (m, k)).astype(dtype)], results, {}
+            results = [result(*a.shape[1:], dtype=a.dtype) for a in (codes, x_scales, sums, *[x_scales] * offsets)]
+            return [normal(m, k)], results, {}
         if target == _abi.STATIC_MATMUL:
             fused = rng.integers(-100, 100, n).astype(np.int32)
             operands = [codes[0], qw[0], np.full(n, 1e-3, np.float32), fused]
             return operands, [result(m, n, dtype=np.int8)], {"k": k, "bits": bits, "zero": 3, "low": -128, "high": 127}
-        flags = {"k": k, "has_bias": 0, "activation": int(rng.integers(5)), "has_sums": 1, "has_offsets": 0}
-        return [codes, x_scales, qw, scales, sums, *shift], [result(batch, m, n)], weights | flags
-    transposed = target in (_abi.MATMUL_TRANSPOSED, _abi.RAGGED_MATMUL_TRANSPOSED)
+        flags = {"k": k, "has_bias": 0, "activation": int(rng.integers(5)), "has_sums": 1, "has_offsets": offsets}
+        operands = [codes, x_scales, qw, scales, sums, *[x_scales] * offsets, *shift]
+        return operands, [result(batch, m, n)], weights | flags
     inputs, outputs = (n, k) if transposed else (k, n)
     epilogue = {} if transposed else {"has_bias": int(rng.integers(2)), "activation": int(rng.integers(5))}
-    bias = [rng.normal(0, 1, (batch, n)).astype(dtype)] if epilogue.get("has_bias") else []
-    if target in (_abi.MATMUL, _abi.MATMUL_TRANSPOSED):
-        x = rng.normal(0, 1, (batch, m, inputs)).astype(dtype)
-        return [x, qw, scales, *shift, *bias], [result(batch, m, outputs)], weights | epilogue
+    bias = [normal(1 if conv else batch, n)] if epilogue.get("has_bias") else []
+    if conv:
+        strides, low, dilation = rng.integers(1, 4, 2), rng.integers(-1, 3, 2), rng.integers(1, 3, 2)
+        y = result(batch, *rng.integers(1, 7, 2).tolist(), n)
+        scratch = result(_abi.conv_scratch(int(np.prod(y.shape[:-1])), n), dtype=np.int32)
+        window = [*size[2:], *strides, *low, *dilation]
+        x = normal(batch, *rng.integers(1, 9, 2), k)
+        return [x, qw, scales, *shift, *bias], [y, scratch], weights | epilogue | {"window": [int(v) for v in window]}
+    if not ragged:
+        scratch = [] if transposed or rng.integers(2) else [result(int(rng.integers(2000)), dtype=np.int32)]
+        results = [result(batch, m, outputs), *scratch]
+        return [normal(batch, m, inputs), qw, scales, *shift, *bias], results, weights | epilogue
     ids = int(rng.integers(2))
     rows = rng.integers(-(2**31), 2**31, m if ids else batch, np.int64).astype(np.int32)
     rows = rows % (batch + 2) - 1 if rng.integers(2) else rows
-    x = rng.normal(0, 1, (m, inputs)).astype(dtype)
     scratch = _abi.ragged_scratch(m, batch, ordered=-(-max(k, n) // 2))
     results = [result(m, outputs), result(scratch, dtype=np.int32)]
-    return [x, qw, scales, rows, *shift, *bias], results, {"row_mode": ids} | weights | epilogue
+    return [normal(m, inputs), qw, scales, rows, *shift, *bias], results, {"row_mode": ids} | weights | epilogue
+
+
+def _conversion(rng) -> tuple[int, int]:
+    """One of the conversions of codes, and how many words it makes of one."""
+    found = importlib.import_module("jax_wonly._cpu").conversions()
+    number = int(rng.integers(len(found)))
+    return number, found[number][1]
 
 
 def check_custom_call(target: str, seed: int, changes: int) -> None:
@@ -417,7 +458,10 @@ def check_custom_call(target: str, seed: int, changes: int) -> None:
         kind, i = int(rng.integers(6)), int(rng.integers(8))
         if kind == 0:
             name = sorted(attributes)[i % len(attributes)]
-            attributes[name] = int(rng.choice([-1, 0, 1, 2, 3, 5, 7, 64, -(2**63), 2**63 - 1, 2**32 + 4]))
+            value = int(rng.choice([-1, 0, 1, 2, 3, 5, 7, 64, -(2**63), 2**63 - 1, 2**32 + 4]))
+            if isinstance(entries := attributes[name], list) and i % 4:
+                value = [*entries[: i % 8], value, *entries[i % 8 + i // 7 % 2 :]]
+            attributes[name] = value
         elif kind == 1 and len(operands) > 1:
             del operands[i % len(operands)]
         elif kind == 2:
@@ -436,8 +480,9 @@ def check_custom_call(target: str, seed: int, changes: int) -> None:
             other = [tuple(sizes), r.shape[1:], (*r.shape, 1)][int(rng.integers(3))]
             results[i % len(results)] = jax.ShapeDtypeStruct(other, r.dtype)
     call = jax.ffi.ffi_call(target, results)
+    values = {name: np.array(v, np.int64) if isinstance(v, list) else np.int64(v) for name, v in attributes.items()}
     try:
-        jax.block_until_ready(call(*operands, **{name: np.int64(value) for name, value in attributes.items()}))
+        jax.block_until_ready(call(*operands, **values))
     except Exception as error:
         # The handler's own words, or those of XLA's decoder where the number of buffers is another one.
         assert changes and re.search("INVALID_ARGUMENT|jax_wonly|Wrong number|Buffer|buffer", str(error)), error

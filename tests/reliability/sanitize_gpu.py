@@ -1,78 +1,96 @@
-"""The CUDA kernels under compute-sanitizer.
+"""The CUDA kernels under compute-sanitizer: memory and races.
 
-The product's configurations as tests/gpu/sanitize.sh runs them (memcheck, racecheck), and every custom call of the
-package from Python (memcheck): sound ones of odd shapes, and some with wrong attributes, types and shapes.
+products: the product's configurations, as tests/gpu/sanitize.sh runs them. self-test: every case of `doctor` on this
+GPU, which reach every kernel. calls: custom calls made past the checks in Python, some with wrong attributes, types and
+shapes (memory alone).
+
+racecheck knows only what a lane itself arrives for as ordered: its self-test needs a module built with
+CUDAFLAGS=-DWONLY_EVERY_LANE_ARRIVES, as tests/gpu/sanitize.sh builds the products' program.
 """
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from reliability.record import ROOT, measured, save
 
+PARTS = ("products", "self-test", "calls")
+TOOLS = ("memcheck", "racecheck")
+SANITIZER = ("compute-sanitizer", "--error-exitcode", "1", "--kernel-name", "kns=wonly")
 
-def check_sweep(every: int) -> list[dict[str, Any]]:
+
+def watched(tool: str, words: list[str]) -> tuple[int, str]:
+    """What the tool reported, and the output of the program."""
+    result = subprocess.run([*SANITIZER, "--tool", tool, *words], capture_output=True, text=True)
+    found = re.findall(r"(?:ERROR SUMMARY: |hazards displayed \()(\d+) error", result.stdout)
+    if result.returncode or len(found) != 1 or found != ["0"]:
+        print(result.stdout[-6000:], result.stderr[-2000:])
+    return max(int(found[-1]) if found else 1, int(result.returncode != 0)), result.stdout
+
+
+def products(tool: str, every: int, examples: int) -> dict[str, Any]:
     script = ROOT / "tests" / "gpu" / "sanitize.sh"
-    start = time.perf_counter()
-    result = subprocess.run(["bash", script, str(every)], capture_output=True, text=True)
-    rows = []
-    for part in ("\n" + result.stdout).split("\n== ")[1:]:
-        tool, summary = part.split("\n", 1)[0], re.findall(r"SUMMARY: (\d+)", part)
-        cases = re.findall(r"(\d+) cases, (\d+) wrong", part)
-        if not summary or not cases or result.returncode:
-            print(part[-3000:], result.stderr[-2000:])
-        count, wrong = map(int, cases[-1]) if cases else (0, 1)
-        rows.append(
-            {
-                "check": tool,
-                "what": "products of every kernel in many configurations, odd shapes, against float64",
-                "cases": count,
-                "failures": wrong + (int(summary[-1]) if summary else 1),
-                "seconds": round(time.perf_counter() - start, 1),
-            }
-        )
-    return rows or [{"check": "memcheck", "what": "sanitize.sh", "cases": 0, "failures": 1, "seconds": 0.0}]
+    result = subprocess.run(["bash", script, str(every), tool], capture_output=True, text=True)
+    reported = re.findall(r"(?:ERROR SUMMARY: |hazards displayed \()(\d+) error", result.stdout)
+    cases = re.findall(r"(\d+) cases, (\d+) wrong", result.stdout)
+    if not reported or not cases or result.returncode:
+        print(result.stdout[-6000:], result.stderr[-2000:])
+    count, wrong = map(int, cases[-1]) if cases else (0, 1)
+    return {
+        "what": "products of every kernel in many configurations, odd shapes, against float64",
+        "cases": count,
+        "failures": wrong + (int(reported[-1]) if reported else 1),
+    }
 
 
-def check_calls(examples: int) -> dict[str, Any]:
-    words = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1", sys.executable]
-    words += [str(Path(__file__).parent), "sanitize-gpu", "--inner", "--examples", str(examples)]
-    result = subprocess.run(words, capture_output=True, text=True)
-    done = re.findall(r"(\d+) cases, (\d+) failures", result.stdout)
-    errors = re.findall(r"ERROR SUMMARY: (\d+)", result.stdout)
-    if result.returncode or not done or errors != ["0"]:
-        print(result.stdout[-4000:], result.stderr[-2000:])
+def self_test(tool: str, every: int, examples: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "doctor.json"
+        reported, _ = watched(tool, [sys.executable, "-m", "jax_wonly", "doctor", "--json", str(output)])
+        found = json.loads(output.read_text()) if output.is_file() else {"results": [], "problems": ["no result"]}
+    print(*found["problems"], sep="\n", end="")
+    return {
+        "what": "every case of the self-test on this GPU, against float64 or to the bit",
+        "cases": sum(row["cases"] for row in found["results"] if row["platform"] == "cuda"),
+        "failures": reported + len(found["problems"]),
+    }
+
+
+def calls(tool: str, every: int, examples: int) -> dict[str, Any]:
+    words = [sys.executable, str(Path(__file__).parent), "sanitize-gpu", "--inner", "--examples", str(examples)]
+    reported, output = watched(tool, words)
+    done = re.findall(r"(\d+) cases, (\d+) failures", output)
     cases, failures = map(int, done[-1]) if done else (0, 1)
     return {
         "what": "custom calls of every kind from JAX, odd shapes and hostile arguments",
         "cases": cases,
-        "failures": failures + sum(map(int, errors)) + int(result.returncode != 0),
+        "failures": failures + reported,
     }
 
 
 def inner(examples: int) -> int:
     """In the process that is watched."""
-    import jax
-    from reliability import fuzz, stress
+    from reliability import fuzz
 
-    cases = stress.cases()
-    for case in cases:
-        jax.block_until_ready(jax.jit(case.function)(*case.args))
     row = fuzz.run("custom calls", examples, 0)
-    print(f"{len(cases) + row['cases']} cases, {row['failures']} failures")
+    print(f"{row['cases']} cases, {row['failures']} failures")
     return row["failures"]
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="reliability sanitize-gpu", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="reliability sanitize-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--every", type=int, default=150, help="one configuration in so many (default: %(default)s)")
-    parser.add_argument("--examples", type=int, default=60, help="hostile calls (default: %(default)s)")
+    parser.add_argument("--examples", type=int, default=200, help="hostile calls (default: %(default)s)")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", default="reliability-gpu-sanitizer.json")
     options = parser.parse_args(words)
@@ -80,7 +98,11 @@ def main(words: list[str]) -> int:
         return inner(options.examples)
     if shutil.which("compute-sanitizer") is None:
         raise SystemExit("compute-sanitizer, which comes with CUDA, is not on the PATH")
-    with ThreadPoolExecutor() as pool:
-        calls = pool.submit(measured, "memcheck", check_calls, options.examples)
-        sweep = pool.submit(check_sweep, options.every)
-        return save(options.output, [calls.result(), *sweep.result()])
+    run = {"products": products, "self-test": self_test, "calls": calls}
+    rows = [
+        measured(f"{tool}, {part}", run[part], tool, options.every, options.examples)
+        for part in options.only
+        for tool in options.tools
+        if (part, tool) != ("calls", "racecheck")
+    ]
+    return save(options.output, rows)
