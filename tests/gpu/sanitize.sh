@@ -10,5 +10,6 @@ program=${WONLY_SWEEP:-$(python3 benchmarks/tune.py --build --define WONLY_EVERY
 [ $# -gt 0 ] || set -- memcheck racecheck
 for tool in "$@"; do
   echo "== $tool"
-  compute-sanitizer --tool "$tool" --error-exitcode 1 "$program" check "$every"
+  # The sums in float64 that results are compared with take one thread each, and longest.
+  compute-sanitizer --tool "$tool" --kernel-name-exclude kns=reference --error-exitcode 1 "$program" check "$every"
 done

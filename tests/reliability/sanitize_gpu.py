@@ -99,10 +99,9 @@ def main(words: list[str]) -> int:
     if shutil.which("compute-sanitizer") is None:
         raise SystemExit("compute-sanitizer, which comes with CUDA, is not on the PATH")
     run = {"products": products, "self-test": self_test, "calls": calls}
-    rows = [
-        measured(f"{tool}, {part}", run[part], tool, options.every, options.examples)
+    return max(  # each is saved at once
+        save(options.output, [measured(f"{tool}, {part}", run[part], tool, options.every, options.examples)])
         for part in options.only
         for tool in options.tools
         if (part, tool) != ("calls", "racecheck")
-    ]
-    return save(options.output, rows)
+    )
