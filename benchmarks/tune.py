@@ -20,8 +20,15 @@ BUILD = ROOT / "build" / "kernel_sweep"
 SHAPES = "8192x28672,8192x8192,4096x14336,14336x4096,4096x4096,2048x8192,3584x18944,7168x2048"
 
 
-def build(definitions: tuple[str, ...] = ()) -> Path:
-    """Compiles the sweep for the local GPU; only what changed since."""
+# Programs in C++, and the kernels that each of them launches. The sweep's ragged ones are launched by others of it.
+PROGRAMS = {
+    "kernel_sweep": ("benchmarks", ("matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_stream_*.cu", "tensor_map.cu")),
+    "launches": ("tests/gpu", ("*.cu",)),
+}
+
+
+def build(definitions: tuple[str, ...] = (), program: str = "kernel_sweep") -> Path:
+    """Compiles a program for the local GPU; only what changed since."""
     folder = BUILD.with_name("_".join((BUILD.name, *definitions)))
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
@@ -33,9 +40,9 @@ def build(definitions: tuple[str, ...] = ()) -> Path:
     flags = ["-std=c++17", "-O3", f"-I{ROOT / 'ffi'}", "--expt-relaxed-constexpr", "-lineinfo"]
     flags += [f"-D{name}" for name in definitions]
     flags.append(f"-gencode=arch=compute_{architecture},code=sm_{architecture}")
-    kernels = ("matmul_*.cu", "ragged_stream_*.cu", "tensor_map.cu")  # the second are launched by the first
-    sources = [Path(__file__).parent / "kernel_sweep.cu"]
-    sources += sorted(path for pattern in kernels for path in (ROOT / "ffi" / "cuda").glob(pattern))
+    place, patterns = PROGRAMS[program]
+    sources = [ROOT / place / f"{program}.cu"]
+    sources += sorted({path for pattern in patterns for path in (ROOT / "ffi" / "cuda").glob(pattern)})
     headers = [p for suffix in ("*.h", "*.cuh") for p in (ROOT / "ffi").rglob(suffix)]
     newest = max(p.stat().st_mtime for p in headers)
     jobs, objects = [], []
@@ -47,14 +54,15 @@ def build(definitions: tuple[str, ...] = ()) -> Path:
             jobs.append(subprocess.Popen([nvcc, *flags, "-c", str(source), "-o", str(target)]))
     if any(job.wait() for job in jobs):
         sys.exit("nvcc failed")
-    program = folder / f"kernel_sweep.{architecture}"
-    subprocess.run([nvcc, *flags, *objects, "-cudart", "static", "-o", str(program)], check=True)
-    return program
+    executable = folder / f"{program}.{architecture}"
+    subprocess.run([nvcc, *flags, *objects, "-cudart", "static", "-o", str(executable)], check=True)
+    return executable
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", action="store_true", help="only build, and print where the program is")
+    parser.add_argument("--program", default="kernel_sweep", choices=PROGRAMS, help="to build")
     parser.add_argument("--define", nargs="*", default=[], metavar="NAME", help="preprocessor symbols to define")
     parser.add_argument("--check", action="store_true", help="check instead of time")
     parser.add_argument("--every", type=int, default=1, help="check one case in this many (default: %(default)s)")
@@ -68,7 +76,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="K x N (default: %(default)s)")
     parser.add_argument("--top", type=int, default=4, help="configurations to show of each product")
     args = parser.parse_args()
-    program = build(tuple(args.define))
+    program = build(tuple(args.define), args.program)
     if args.build:
         print(program)
         return

@@ -165,12 +165,15 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype)
         x, bias = _x(rng, (m, k), dtype), (rng.normal(1, 3, n).astype(np.float32) if has_bias else None)
         columns = np.arange(n) if n <= 1024 else rng.choice(n, 256, replace=False)
+        kernel = explain(x, weight.qt, platform=platform, implementation=platform).kernel or ""
+        rounded = weight.table is not None or kernel == "matmul_tiled"
 
-        def check(y, x=x, weight=weight, columns=columns, bias=bias, activation=activation, dtype=dtype):
+        def check(
+            y, x=x, weight=weight, columns=columns, bias=bias, activation=activation, dtype=dtype, rounded=rounded
+        ):
             x64 = x.astype(np.float64)
             dense, magnitude = weight.dense(columns)
             exact = x64 @ dense + (0 if bias is None else bias[columns].astype(np.float64))
-            rounded = weight.table is not None
             bound = _product_bound(x64, dense, magnitude, exact, dtype, rounded_weights=rounded)
             bound = bound + 2.0**-22 * np.abs(exact)
             exact = _activate(exact, activation)
@@ -185,7 +188,7 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
             product,
             (x, weight.qt, bias),
             check,
-            kernel=explain(x, weight.qt, platform=platform, implementation=platform).kernel or "",
+            kernel=kernel,
         )
 
 

@@ -12,7 +12,7 @@
 namespace wonly::ptx {
 
 // Of a warp, when it is done with a slot. One lane speaks for all, after the warp has synchronised; racecheck takes
-// only what a lane itself arrives for as ordered, so tests/gpu/sanitize.sh has each of them arrive.
+// only what a lane itself arrives for as ordered, so tests/reliability/sanitize_gpu.py has each of them arrive.
 #ifdef WONLY_EVERY_LANE_ARRIVES
 constexpr int kArrivals = 32;
 #else

@@ -1,15 +1,17 @@
-"""The CUDA kernels under compute-sanitizer: memory and races.
+"""The CUDA kernels under compute-sanitizer: memory (memcheck) and races in shared memory (racecheck).
 
-products: the product's configurations, as tests/gpu/sanitize.sh runs them. self-test: every case of `doctor` on this
-GPU, which reach every kernel. calls: custom calls made past the checks in Python, some with wrong attributes, types and
-shapes (memory alone).
+products: the configurations of products that benchmarks/kernel_sweep.cu has, on odd shapes, against float64.
+launches: every other kernel (tests/gpu/launches.cu); the same bits twice.
+self-test: the cases of `doctor` on this GPU, from JAX (memory alone).
+calls: custom calls made past the checks in Python, most with wrong attributes, types and shapes (memory alone).
 
-racecheck knows only what a lane itself arrives for as ordered: its self-test needs a module built with
-CUDAFLAGS=-DWONLY_EVERY_LANE_ARRIVES, as tests/gpu/sanitize.sh builds the products' program.
+racecheck knows only what a lane itself arrives for as ordered: the programs are built with WONLY_EVERY_LANE_ARRIVES.
+WONLY_SWEEP and WONLY_LAUNCHES name them, where they are built already.
 """
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -20,57 +22,71 @@ from typing import Any
 
 from reliability.record import ROOT, measured, save
 
-PARTS = ("products", "self-test", "calls")
 TOOLS = ("memcheck", "racecheck")
-SANITIZER = ("compute-sanitizer", "--error-exitcode", "1", "--kernel-name", "kns=wonly")
 
 
-def watched(tool: str, words: list[str]) -> tuple[int, str]:
-    """What the tool reported, and the output of the program."""
-    result = subprocess.run([*SANITIZER, "--tool", tool, *words], capture_output=True, text=True)
+def watched(tool: str, words: list[str], *options: str) -> tuple[int, str]:
+    """How many errors the tool reported, and the output of the program."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *options, *words]
+    result = subprocess.run(command, capture_output=True, text=True)
     found = re.findall(r"(?:ERROR SUMMARY: |hazards displayed \()(\d+) error", result.stdout)
-    if result.returncode or len(found) != 1 or found != ["0"]:
+    errors = int(found[-1]) if found else 1
+    if result.returncode and not errors:
+        errors = 1
+    if errors:
         print(result.stdout[-6000:], result.stderr[-2000:])
-    return max(int(found[-1]) if found else 1, int(result.returncode != 0)), result.stdout
+    return errors, result.stdout
 
 
-def products(tool: str, every: int, examples: int) -> dict[str, Any]:
-    script = ROOT / "tests" / "gpu" / "sanitize.sh"
-    result = subprocess.run(["bash", script, str(every), tool], capture_output=True, text=True)
-    reported = re.findall(r"(?:ERROR SUMMARY: |hazards displayed \()(\d+) error", result.stdout)
-    cases = re.findall(r"(\d+) cases, (\d+) wrong", result.stdout)
-    if not reported or not cases or result.returncode:
-        print(result.stdout[-6000:], result.stderr[-2000:])
-    count, wrong = map(int, cases[-1]) if cases else (0, 1)
-    return {
-        "what": "products of every kernel in many configurations, odd shapes, against float64",
-        "cases": count,
-        "failures": wrong + (int(reported[-1]) if reported else 1),
-    }
+def counted(output: str, failures: int) -> dict[str, int]:
+    done = re.findall(r"(\d+) cases, (\d+) (?:wrong|failures)", output)
+    cases, wrong = map(int, done[-1]) if done else (0, 1)
+    return {"cases": cases, "failures": failures + wrong}
 
 
-def self_test(tool: str, every: int, examples: int) -> dict[str, Any]:
+def program(name: str, variable: str) -> str:
+    if given := os.environ.get(variable):
+        return given
+    script = ROOT / "benchmarks" / "tune.py"
+    words = [sys.executable, script, "--build", "--program", name, "--define", "WONLY_EVERY_LANE_ARRIVES"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+
+
+def products(tool: str, options: argparse.Namespace) -> dict[str, Any]:
+    words = [program("kernel_sweep", "WONLY_SWEEP"), "check", str(options.every)]
+    # The sums in float64 that results are compared with take one thread each, and longest.
+    errors, output = watched(tool, words, "--kernel-name-exclude", "kns=reference")
+    what = "products of every kernel in many configurations, odd shapes, against float64"
+    return {"what": what, **counted(output, errors)}
+
+
+def launches(tool: str, options: argparse.Namespace) -> dict[str, Any]:
+    errors, output = watched(tool, [program("launches", "WONLY_LAUNCHES"), str(options.every_launch)])
+    what = "gradients, experts, convolutions, tables, quantized activations and conversions, twice"
+    return {"what": what, **counted(output, errors)}
+
+
+def self_test(tool: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "doctor.json"
-        reported, _ = watched(tool, [sys.executable, "-m", "jax_wonly", "doctor", "--json", str(output)])
+        words = [sys.executable, "-m", "jax_wonly", "doctor", "--json", str(output)]
+        errors, _ = watched(tool, words, "--kernel-name", "kns=wonly")
         found = json.loads(output.read_text()) if output.is_file() else {"results": [], "problems": ["no result"]}
-    print(*found["problems"], sep="\n", end="")
+    for problem in found["problems"]:
+        print(problem)
     return {
         "what": "every case of the self-test on this GPU, against float64 or to the bit",
         "cases": sum(row["cases"] for row in found["results"] if row["platform"] == "cuda"),
-        "failures": reported + len(found["problems"]),
+        "failures": errors + len(found["problems"]),
     }
 
 
-def calls(tool: str, every: int, examples: int) -> dict[str, Any]:
-    words = [sys.executable, str(Path(__file__).parent), "sanitize-gpu", "--inner", "--examples", str(examples)]
-    reported, output = watched(tool, words)
-    done = re.findall(r"(\d+) cases, (\d+) failures", output)
-    cases, failures = map(int, done[-1]) if done else (0, 1)
+def calls(tool: str, options: argparse.Namespace) -> dict[str, Any]:
+    words = [sys.executable, str(Path(__file__).parent), "sanitize-gpu", "--inner", "--examples", str(options.examples)]
+    errors, output = watched(tool, words, "--kernel-name", "kns=wonly")
     return {
         "what": "custom calls of every kind from JAX, odd shapes and hostile arguments",
-        "cases": cases,
-        "failures": failures + reported,
+        **counted(output, errors),
     }
 
 
@@ -83,14 +99,19 @@ def inner(examples: int) -> int:
     return row["failures"]
 
 
+PARTS = {"products": products, "launches": launches, "self-test": self_test, "calls": calls}
+FROM_JAX = ("self-test", "calls")
+
+
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="reliability sanitize-gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--every", type=int, default=150, help="one configuration in so many (default: %(default)s)")
+    parser.add_argument("--every-launch", type=int, default=4, help="one launch in so many (default: %(default)s)")
     parser.add_argument("--examples", type=int, default=200, help="hostile calls (default: %(default)s)")
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument("--tools", nargs="*", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tools", nargs="*", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", default="reliability-gpu-sanitizer.json")
     options = parser.parse_args(words)
@@ -98,10 +119,9 @@ def main(words: list[str]) -> int:
         return inner(options.examples)
     if shutil.which("compute-sanitizer") is None:
         raise SystemExit("compute-sanitizer, which comes with CUDA, is not on the PATH")
-    run = {"products": products, "self-test": self_test, "calls": calls}
     return max(  # each is saved at once
-        save(options.output, [measured(f"{tool}, {part}", run[part], tool, options.every, options.examples)])
+        save(options.output, [measured(f"{tool}, {part}", PARTS[part], tool, options)])
         for part in options.only
         for tool in options.tools
-        if (part, tool) != ("calls", "racecheck")
+        if tool == "memcheck" or part not in FROM_JAX
     )

@@ -1,0 +1,311 @@
+// Launches every kernel that benchmarks/kernel_sweep.cu does not, for compute-sanitizer (tests/reliability
+// sanitize-gpu): small operands of odd shapes, of every type and scheme, some for each kernel and configuration that is
+// chosen between. What comes out is tested elsewhere; here it only has to be the same twice.
+//
+//   launches [EVERY]    one case in EVERY, and how many there were
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "abi.h"
+#include "cuda/conv.h"
+#include "cuda/matmul.h"
+#include "cuda/matmul_transposed.h"
+#include "cuda/quantize.h"
+#include "cuda/quantize_activation.h"
+#include "cuda/quantized_matmul.h"
+#include "cuda/ragged.h"
+#include "dequant/selftest.h"
+#include "layout.h"
+
+using namespace wonly;
+
+#define CHECK(call)                                                                                   \
+  do {                                                                                                \
+    cudaError_t error_ = (call);                                                                      \
+    if (error_ != cudaSuccess) {                                                                      \
+      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+      std::exit(2);                                                                                   \
+    }                                                                                                 \
+  } while (0)
+
+namespace {
+
+constexpr DType kTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
+uint64_t state = 1;
+int every = 1, seen = 0, cases = 0, wrong = 0;
+
+uint32_t random_word() {
+  state = state * 6364136223846793005ull + 1442695040888963407ull;
+  return static_cast<uint32_t>(state >> 32);
+}
+
+// Device memory of one case.
+class Case {
+ public:
+  ~Case() {
+    for (void* buffer : buffers_) cudaFree(buffer);
+  }
+  void* room(int64_t bytes) {
+    if (!runs_) return nullptr;
+    void* buffer;
+    CHECK(cudaMalloc(&buffer, std::max<int64_t>(bytes, 16)));
+    CHECK(cudaMemset(buffer, 0, std::max<int64_t>(bytes, 16)));
+    buffers_.push_back(buffer);
+    return buffer;
+  }
+  void* copy(const void* from, int64_t bytes) {
+    void* const to = room(bytes);
+    if (runs_) CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+    return to;
+  }
+  void* words(int64_t count) {
+    std::vector<uint32_t> host(runs_ ? count : 0);
+    for (uint32_t& word : host) word = random_word();
+    return copy(host.data(), count * 4);
+  }
+  void* bytes(int64_t count) { return words(ceil_div(count, 4)); }
+  void* numbers(int64_t count, DType type, float low = -1, float high = 1) {
+    if (type == DType::kU8) return bytes(count);
+    std::vector<uint8_t> host(runs_ ? count * element_size(type) : 0);
+    for (int64_t i = 0; runs_ && i < count; ++i) {
+      const float v = low + (high - low) * (random_word() * 0x1p-32f);
+      const __nv_bfloat16 b = __float2bfloat16(v);
+      const __half h = __float2half(v);
+      const void* const from = type == DType::kF32    ? static_cast<const void*>(&v)
+                               : type == DType::kBF16 ? static_cast<const void*>(&b)
+                                                      : static_cast<const void*>(&h);
+      std::memcpy(host.data() + i * element_size(type), from, element_size(type));
+    }
+    return copy(host.data(), count * element_size(type));
+  }
+
+  // Runs it twice.
+  template <typename Launch>
+  void run(const char* what, const void* result, int64_t bytes, Launch&& launch) {
+    if (!runs_) return;
+    std::vector<uint8_t> first(bytes), second(bytes);
+    for (std::vector<uint8_t>* to : {&first, &second}) {
+      CHECK(launch());
+      CHECK(cudaMemcpy(to->data(), result, bytes, cudaMemcpyDeviceToHost));
+    }
+    ++cases;
+    if (first != second) {
+      ++wrong;
+      std::printf("%s: not the same twice\n", what);
+    }
+  }
+
+ private:
+  bool runs_ = seen++ % every == 0;
+  std::vector<void*> buffers_;
+};
+
+// Scheme 0: symmetric, 1: u8 zeros, 2: float zeros, 3: offsets, 4: a table.
+MatmulArgs product(Case& c, int64_t batch, int64_t m, int64_t k, int64_t n, int64_t group, int bits, DType type,
+                   int scheme, bool transposed = false, int64_t weights = 0) {
+  const int64_t groups = group ? k / group : 1, matrices = weights ? weights : batch;
+  const int64_t words = ceil_div(n, kTileN) * ceil_div(k, tile_k(bits)) * kTileWords;
+  MatmulArgs args{};
+  args.x = c.numbers(batch * m * (transposed ? n : k), type);
+  args.qw = static_cast<uint32_t*>(c.words(matrices * words));
+  args.scales = c.numbers(matrices * groups * n, type, 0.01f, 0.02f);
+  args.scale_dtype = args.x_dtype = args.y_dtype = args.shift_dtype = type;
+  args.shift_mode = scheme == 0   ? ShiftMode::kNone
+                    : scheme <= 2 ? ShiftMode::kZeros
+                    : scheme == 3 ? ShiftMode::kOffsets
+                                  : ShiftMode::kTable;
+  if (scheme == 1) args.shift_dtype = DType::kU8;
+  if (scheme == 4) args.shift_dtype = DType::kF32;
+  if (scheme > 0) args.shift = c.numbers(scheme == 4 ? 16 : matrices * groups * n, args.shift_dtype);
+  args.has_bias = !transposed && scheme % 2 == 0;
+  args.bias = c.numbers(n, DType::kF32);
+  args.bias_dtype = DType::kF32;
+  args.activation = transposed ? Activation::kNone : static_cast<Activation>(scheme);
+  args.batch = batch, args.m = m, args.k = k, args.n = n, args.groups = groups, args.bits = bits;
+  args.x_batch_stride = m * (transposed ? n : k);
+  args.qw_batch_stride = words;
+  args.scales_batch_stride = args.shift_batch_stride = groups * n;
+  if (scheme == 4) args.shift_batch_stride = 0;
+  args.y = c.room(batch * m * (transposed ? k : n) * 4);
+  args.scratch_bytes = 24 << 20;
+  args.scratch = c.room(args.scratch_bytes);
+  return args;
+}
+
+void products_with_tables() {
+  for (const DType type : {DType::kBF16, DType::kF16}) {
+    for (const int64_t m : {1, 5, 20, 70, 300}) {
+      for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {512, 2050, 32}, {104, 70, 0}}) {
+        Case c;
+        const MatmulArgs args = product(c, 1, m, k, n, group, 4, type, 4);
+        c.run("table", args.y, m * n * 2, [&] { return launch_matmul(args, nullptr); });
+      }
+    }
+  }
+}
+
+void transposed_products() {
+  for (const DType type : kTypes) {
+    for (const int bits : {4, 8}) {
+      for (const int64_t m : {1, 12, 20, 70, 150, 300}) {
+        for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {640, 520, 128}, {128, 1096, 32}}) {
+          Case c;
+          const MatmulArgs args = product(c, 1 + (k == 256), m, k, n, group, bits, type, seen % 4, true);
+          c.run("transposed", args.y, args.batch * m * k * element_size(type),
+                [&] { return launch_matmul_transposed(args, nullptr); });
+        }
+      }
+    }
+  }
+}
+
+void ragged_products() {
+  constexpr int64_t kExperts = 4;
+  for (const bool transposed : {false, true}) {
+    for (const DType type : kTypes) {
+      for (const int bits : {4, 8}) {
+        for (const int64_t m : {3, 20, 60, 110, 230, 600}) {
+          for (const bool ids : {false, true}) {
+            Case c;
+            const int scheme = !transposed && bits == 4 && type != DType::kF32 ? seen % 5 : seen % 4;
+            const int64_t k = 256, n = 136;
+            RaggedArgs args{};
+            args.product = product(c, 1, m, k, n, 64, bits, type, scheme, transposed, kExperts);
+            args.experts = kExperts, args.m = m, args.repeat = 1;
+            args.row_mode = ids ? RowMode::kIds : RowMode::kSizes;
+            std::vector<int32_t> rows(ids ? m : kExperts);
+            for (int32_t& row : rows) {
+              row = ids ? static_cast<int32_t>(random_word() % (kExperts + 2)) - 1
+                        : static_cast<int32_t>(random_word() % static_cast<uint32_t>(m / 2 + 1));
+            }
+            args.rows = static_cast<int32_t*>(c.copy(rows.data(), rows.size() * 4));
+            args.scratch_words = m * (kRaggedScratchPerRow + 1 + std::max(k, n)) + kExperts * kRaggedScratchPerExpert +
+                                 2 * kRaggedScratchFixed;
+            args.scratch = static_cast<int32_t*>(c.room(args.scratch_words * 4));
+            c.run("ragged", args.product.y, m * (transposed ? k : n) * element_size(type), [&] {
+              return transposed ? launch_ragged_matmul_transposed(args, nullptr) : launch_ragged_matmul(args, nullptr);
+            });
+          }
+        }
+      }
+    }
+  }
+}
+
+void convolutions() {
+  for (const DType type : {DType::kBF16, DType::kF16}) {
+    for (const int bits : {4, 8}) {
+      for (const int images : {1, 9}) {
+        for (const auto& [k, n, group] : {std::array<int64_t, 3>{64, 136, 64}, {40, 300, 0}, {512, 70, 128}}) {
+          Case c;
+          const int stride = 1 + seen % 2, size = 9, result = (size - 1) / stride + 1;
+          ConvArgs args{};
+          args.product = product(c, 1, images * size * size, k, n, group, bits, type, seen % 4, false, 9);
+          args.product.m = images * result * result;
+          args.geometry = {images, {size, result, 3, stride, 1, 1}, {size, result, 3, stride, 1, 1}};
+          c.run("convolution", args.product.y, args.product.m * n * 2, [&] { return launch_conv(args, nullptr); });
+        }
+      }
+    }
+  }
+}
+
+void quantized_products() {
+  for (const int codes : {0, 1, 2, 3}) {  // int8, int8 with offsets, e4m3, static
+    for (const int bits : {4, 8}) {
+      for (const auto& [m, k, n, group] :
+           {std::array<int64_t, 4>{5, 256, 72, 0}, {200, 512, 136, 128}, {130, 208, 520, 0}, {300, 1024, 264, 256}}) {
+        if ((codes == 2 && bits == 8) || (codes == 3 && group)) continue;
+        Case c;
+        const int64_t groups = group ? k / group : 1;
+        QuantizedMatmulArgs args{};
+        args.product = product(c, 1, m, k, n, group, bits, DType::kBF16, codes == 3 ? 0 : seen % 4);
+        args.k_stride = ceil_div(k, 16) * 16, args.x_groups = groups;
+        args.float8 = codes == 2;
+        QuantizeActivationArgs x{};
+        x.x = args.product.x;
+        x.codes = c.room(m * args.k_stride), x.sums = c.room(m * groups * 4);
+        x.scales = static_cast<float*>(c.room(m * groups * 4));
+        if (codes == 1) x.offsets = static_cast<float*>(c.room(m * groups * 4));
+        x.m = m, x.k = k, x.groups = groups, x.x_dtype = DType::kBF16, x.float8 = args.float8;
+        args.product.x = x.codes, args.product.x_batch_stride = m * args.k_stride;
+        args.x_scales = x.scales, args.x_sums = x.sums, args.x_offsets = x.offsets;
+        args.x_scales_batch_stride = args.x_sums_batch_stride = m * groups;
+        if (codes == 3) {
+          args.product.scales = c.numbers(n, DType::kF32, 0.001f, 0.002f);
+          args.product.scale_dtype = args.product.y_dtype = DType::kF32;
+          args.product.has_bias = false, args.product.activation = Activation::kNone;
+          args.fused = static_cast<int32_t*>(c.room(n * 4));
+          args.zero = 3, args.low = -128, args.high = 127;
+          args.x_scales = nullptr, args.x_sums = nullptr;
+        }
+        c.run("quantized", args.product.y, m * n * (codes == 3 ? 1 : 2), [&] {
+          const cudaError_t error = launch_quantize_activation(x, nullptr);
+          return error != cudaSuccess ? error : launch_quantized_matmul(args, nullptr);
+        });
+      }
+    }
+  }
+}
+
+void conversions() {
+  for (const DType type : kTypes) {
+    for (const int bits : {4, 8}) {
+      for (const int mode : {0, 1, 2, 3}) {
+        for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 67, 32}, {1024, 136, 256}, {333, 70, 0}}) {
+          Case c;
+          const int64_t groups = group ? k / group : 1;
+          const MatmulArgs weight = product(c, 2, 1, k, n, group, bits, type, mode);
+          QuantizeArgs args{};
+          args.w = c.numbers(2 * k * n, type);
+          args.qw = const_cast<uint32_t*>(weight.qw), args.scales = const_cast<void*>(weight.scales);
+          args.shift = const_cast<void*>(weight.shift);
+          args.batch = 2, args.k = k, args.n = n, args.groups = groups, args.bits = bits;
+          args.w_dtype = args.scale_dtype = type, args.mode = static_cast<QuantizeMode>(mode);
+          DequantizeArgs back{};
+          back.qw = weight.qw, back.scales = weight.scales, back.shift = weight.shift;
+          back.w = c.room(2 * k * n * element_size(type));
+          back.batch = 2, back.k = k, back.n = n, back.groups = groups, back.bits = bits;
+          back.qw_batch_stride = weight.qw_batch_stride;
+          back.scales_batch_stride = back.shift_batch_stride = groups * n;
+          back.scale_dtype = back.w_dtype = type, back.shift_dtype = weight.shift_dtype;
+          back.shift_mode = weight.shift_mode;
+          c.run("quantize", back.w, 2 * k * n * element_size(type), [&] {
+            const cudaError_t error = launch_quantize(args, nullptr);
+            return error != cudaSuccess ? error : launch_dequantize(back, nullptr);
+          });
+        }
+      }
+    }
+  }
+  for (int i = 0; i < kSelftestConversions; ++i) {
+    Case c;
+    const auto* const in = static_cast<const uint32_t*>(c.words(1000));
+    auto* const out = static_cast<uint32_t*>(c.room(1000 * 4 * selftest_outputs(i)));
+    c.run("conversion", out, 1000 * 4 * selftest_outputs(i),
+          [&] { return launch_conversion_selftest(i, in, out, 1000, nullptr); });
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 1) every = std::max(1, std::atoi(argv[1]));
+  transposed_products();
+  ragged_products();
+  convolutions();
+  quantized_products();
+  products_with_tables();
+  conversions();
+  std::printf("%d cases, %d wrong\n", cases, wrong);
+  return wrong != 0;
+}
