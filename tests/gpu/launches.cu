@@ -1,6 +1,6 @@
-// Launches every kernel that benchmarks/kernel_sweep.cu does not, for compute-sanitizer (tests/reliability
-// sanitize-gpu): small operands of odd shapes, of every type and scheme, some for each kernel and configuration that is
-// chosen between. What comes out is tested elsewhere; here it only has to be the same twice.
+// Launches every kernel as the custom calls do, for compute-sanitizer (tests/reliability sanitize-gpu): small operands
+// of odd shapes, of every type and scheme, some for each kernel and configuration that is chosen between. What comes
+// out is tested elsewhere; here it only has to be the same twice.
 //
 //   launches [EVERY]    one case in EVERY, and how many there were
 
@@ -141,6 +141,29 @@ MatmulArgs product(Case& c, int64_t batch, int64_t m, int64_t k, int64_t n, int6
   return args;
 }
 
+void products() {
+  const auto run = [](DType type, int bits, int64_t m, int64_t k, int64_t n, int64_t group, int scheme) {
+    Case c;
+    const MatmulArgs args = product(c, 1 + (k == 256), m, k, n, group, bits, type, scheme);
+    c.run("product", args.y, args.batch * m * n * element_size(type), [&] { return launch_matmul(args, nullptr); });
+  };
+  for (const DType type : kTypes) {
+    for (const int bits : {4, 8}) {
+      for (const int64_t m : {1, 5, 20, 70, 140}) {
+        run(type, bits, m, 256, 136, 64, seen % 4);
+        run(type, bits, m, 1024, 264, 128, seen % 4);
+        run(type, bits, m, 104, 70, 0, seen % 4);
+      }
+    }
+  }
+  for (const int scheme : {0, 1, 2, 3}) {
+    run(DType::kBF16, 4, 1 + scheme % 2, 4096, 6144, 128, scheme);      // matmul_decode
+    run(DType::kF16, 8, 2 - scheme % 2, 4096, 3072, 0, scheme);         //
+    run(DType::kF16, 4 + scheme % 2 * 4, 140, 192, 3070, 64, scheme);   // matmul_tiled
+    run(DType::kBF16, 8 - scheme % 2 * 4, 300, 512, 2050, 32, scheme);  // several clusters for a tile
+  }
+}
+
 void products_with_tables() {
   for (const DType type : {DType::kBF16, DType::kF16}) {
     for (const int64_t m : {1, 5, 20, 70, 300}) {
@@ -180,6 +203,7 @@ void ragged_products() {
             const int64_t k = 256, n = 136;
             RaggedArgs args{};
             args.product = product(c, 1, m, k, n, 64, bits, type, scheme, transposed, kExperts);
+            args.product.batch = args.product.m = args.product.x_batch_stride = 0;  // rows are counted by the plan
             args.experts = kExperts, args.m = m, args.repeat = 1;
             args.row_mode = ids ? RowMode::kIds : RowMode::kSizes;
             std::vector<int32_t> rows(ids ? m : kExperts);
@@ -300,6 +324,7 @@ void conversions() {
 
 int main(int argc, char** argv) {
   if (argc > 1) every = std::max(1, std::atoi(argv[1]));
+  products();
   transposed_products();
   ragged_products();
   convolutions();

@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import activation_cases
 import hypothesis
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+import static_cases
+from conv_cases import check_conv
 from experts_cases import check_gather_matmul, check_ragged_dot
 from hypothesis import strategies as st
 from matmul_cases import rounds_weights
@@ -171,6 +174,42 @@ def check_ragged(k_group, seed, **options) -> None:
 
 def check_gathered(leads, n, seed, **options) -> None:
     check_gather_matmul(np.random.default_rng(seed), x_lead=leads[0], ids_lead=leads[1], n=n, **options)
+
+
+def check_convolution(axes, explicit, padding, k_group, seed, **options) -> None:
+    sizes, window, strides, dilation, *pads = zip(*axes, strict=True)
+    check_conv(
+        np.random.default_rng(seed),
+        sizes=sizes,
+        window=window,
+        strides=strides,
+        rhs_dilation=dilation,
+        padding=tuple(zip(*pads, strict=True)) if explicit else padding,
+        k=k_group[0],
+        group_size=k_group[1],
+        rounded_weights=True,
+        **options,
+    )
+
+
+def check_activation(k_group, n, m, codes, grouped, bits, mode, dtype, seed) -> None:
+    """Codes to the bit, and their product against float64."""
+    rng = np.random.default_rng(seed)
+    (k, group_size), (code, symmetric) = k_group, codes
+    bits = 4 if code == activation_cases.FLOAT8 else bits
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode)
+    x, x_group = random_x(rng, (m, k), dtype), group_size if grouped else None
+    xq = jw.quantize_activation(x, group_size=x_group, dtype=code, symmetric=symmetric)
+    expected = activation_cases.check_codes(x, xq, x_group, code, symmetric)
+    activation_cases.assert_quantized_product(jw.matmul(xq, weight.qt), expected.values, weight, out_dtype=dtype)
+
+
+def check_static(k, n, m, bits, activation, seed) -> None:
+    """int8 in and out, to the bit."""
+    rng = np.random.default_rng(seed)
+    layer, weights, *_ = static_cases.random_layer(rng, k, n, bits=bits, activation=activation)
+    q = rng.integers(-128, 128, (m, k)).astype(np.int8)
+    np.testing.assert_array_equal(jw.static.matmul(q, layer), static_cases.expected_codes(q, layer, weights))
 
 
 # Bad arguments.
@@ -689,6 +728,52 @@ PROPERTIES = {
             "dtype": dtypes,
             "implementation": st.sampled_from([None, "xla", "dequantize"]),
             **shared,
+        },
+    ),
+    "convolutions": Property(
+        "convolutions against float64: windows, strides, dilations, paddings, schemes",
+        check_convolution,
+        {
+            "axes": st.lists(
+                st.tuples(*(st.integers(low, high) for low, high in ((3, 7), (1, 3), (1, 3), (1, 2), (0, 3), (0, 3)))),
+                min_size=1,
+                max_size=2,
+            ),
+            "explicit": st.booleans(),
+            "padding": st.sampled_from(["SAME", "VALID"]),
+            "k_group": groupings,
+            "n": small,
+            "images": st.integers(0, 3),
+            "x_dtype": dtypes,
+            "activation": activations,
+            "with_bias": st.booleans(),
+            "implementation": st.sampled_from([None, "xla", "dequantize"]),
+            **shared,
+        },
+    ),
+    "activations": Property(
+        "quantized activations: codes to the bit, products against float64",
+        check_activation,
+        {
+            "k_group": groupings,
+            "n": small,
+            "m": st.integers(0, 40),
+            "codes": st.sampled_from(activation_cases.SCHEMES),
+            "grouped": st.booleans(),
+            "dtype": st.sampled_from(["float32", "bfloat16"]),
+            **shared,
+        },
+    ),
+    "static": Property(
+        "static int8 products, to the bit",
+        check_static,
+        {
+            "k": st.integers(1, 300),
+            "n": small,
+            "m": st.integers(0, 40),
+            "bits": bits,
+            "activation": st.sampled_from([None, "relu", "relu6"]),
+            "seed": seeds,
         },
     ),
     "bad arguments": Property(
