@@ -3,8 +3,9 @@
     python benchmarks/tensor_parallel.py [--tokens N ...] [--output FILE] [--append]
 
 A layer is ``x + silu(x @ up) @ down``, ``up`` 8192 x 28672 split along its outputs and ``down`` 28672 x 8192 along its
-inputs, with one all-reduce. A call runs LAYERS layers, each with weights of its own, so that none are found in the L2.
-``us`` is wall time of a layer: the median over rounds of calls that follow each other without waiting. ``dense_us`` is
+inputs, with one all-reduce. A call runs STEPS steps of LAYERS layers, as decoding does, each layer with weights of its
+own, so that none are found in the L2; after a step ``x`` is divided by its root mean square. ``us`` is wall time of a
+layer: the median over rounds of calls that follow each other without waiting. ``dense_us`` is
 the same with bfloat16 weights. ``difference`` is the largest between the results of all GPUs and of one, relative to
 the largest result.
 """
@@ -26,19 +27,23 @@ import jax_wonly as jw
 from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "h200-tensor-parallel.json"
-MODEL, HIDDEN, LAYERS, GROUP_SIZE = 8192, 28672, 4, 128
+MODEL, HIDDEN, LAYERS, STEPS, GROUP_SIZE = 8192, 28672, 4, 16, 128
 TOKENS = (1, 4, 16, 64, 256)
 IDENTITY = ("devices", "tokens")
 
 
 @partial(jax.jit, static_argnames="dense")
 def mlps(x, layers, dense):
-    for up, down in layers:
-        if dense:
-            x = x + jax.nn.silu(x @ up) @ down
-        else:
-            x = x + jw.matmul(jw.matmul(x, up, activation="silu"), down)
-    return x
+    def step(_, x):
+        for up, down in layers:
+            if dense:
+                x = x + jax.nn.silu(x @ up) @ down
+            else:
+                x = x + jw.matmul(jw.matmul(x, up, activation="silu"), down)
+        wide = x.astype(jnp.float32)
+        return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True))).astype(x.dtype)
+
+    return jax.lax.fori_loop(0, STEPS, step, x)
 
 
 def weights(mesh, dense: bool) -> list:
@@ -73,14 +78,14 @@ def measure(mesh, layers, tokens: int, rounds: int, calls: int, dense: bool) -> 
         for _ in range(calls):
             result = function(x)
         jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / calls / LAYERS * 1e6)
+        times.append((time.perf_counter() - start) / calls / STEPS / LAYERS * 1e6)
     return statistics.median(times[1:]), np.asarray(y).astype(np.float64)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="(default: %(default)s)")
-    add_timing(parser, rounds=9, calls=20)
+    add_timing(parser, rounds=7, calls=4)
     add_results(parser, RESULTS)
     args = parser.parse_args()
     require_gpu("tensor_parallel.py")
@@ -111,7 +116,7 @@ def main() -> None:
                 "dense_speedup": round(measured[1, True, tokens][0] / dense_us, 3),
                 "difference": float(f"{np.abs(y - one).max() / np.abs(one).max():.2e}"),
             }
-    save(args.output, list(results.values()), args.commit, layers=LAYERS, model=MODEL, hidden=HIDDEN)
+    save(args.output, list(results.values()), args.commit, layers=LAYERS, steps=STEPS, model=MODEL, hidden=HIDDEN)
     for row in results.values():
         print(
             f"{row['devices']} GPUs, {row['tokens']:4} tokens: {row['us']:8.1f} us, {row['speedup']} x one GPU (dense "
