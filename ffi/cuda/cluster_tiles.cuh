@@ -5,6 +5,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/matmul.h"
+#include "cuda/place.cuh"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/ring.cuh"
 #include "layout.h"
@@ -17,20 +18,8 @@ constexpr int kCluster = 2;
 constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kBarrierBytes = 1024;        // keeps the ring aligned for the 128-byte swizzle
-constexpr int kBandTiles = 8;              // tiles of rows that are walked together, for the cache
 constexpr int kChunkRows = 32;             // of 16 bits that a warpgroup writes at a time
 constexpr int kStagedStride = kTileN + 4;  // floats of a row, so that no two lanes share a bank
-
-// Where tile `index` of a matrix of tiles lies: rows of tiles that are walked together share their activations' cache
-// lines, and their weights are read by all before they leave the cache.
-struct Place {
-  int row, column;
-};
-__device__ __forceinline__ Place place_of(int index, int rows, int columns) {
-  const int band = index / (kBandTiles * columns), in_band = index % (kBandTiles * columns);
-  const int height = min(kBandTiles, rows - band * kBandTiles);
-  return {band * kBandTiles + in_band % height, in_band / height};
-}
 
 // The ring of a CTA, at the beginning of its shared memory: a stage is full when its copies and those who `fill` it
 // have come, and empty when all warps that multiply, in all CTAs of the cluster, have read it.

@@ -13,7 +13,7 @@ using tiled::kStageK;
 using tiled::Tile;
 
 struct Windows : tiled::Waves {
-  static constexpr bool kFloat32Scales = true, kTables = false;
+  static constexpr bool kFloat32Scales = true, kTables = false, kBetween = false;
 
   struct Params : tiled::Waves::Params {
     int ctas;

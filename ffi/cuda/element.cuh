@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "abi.h"
 
@@ -38,6 +39,18 @@ __device__ __forceinline__ uint32_t pack_pair(__half low, __half high) {
 }
 __device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16 low, __nv_bfloat16 high) {
   return __bfloat16_as_ushort(low) | static_cast<uint32_t>(__bfloat16_as_ushort(high)) << 16;
+}
+
+// The same of two values, which one instruction rounds.
+template <typename T>
+__device__ __forceinline__ uint32_t from_float2(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 both = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(both);
+  } else {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(both);
+  }
 }
 
 // Sixteen bytes of an array that are not aligned for a vector copy, or that its end cuts: zeros after `left` elements.

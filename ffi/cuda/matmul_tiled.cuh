@@ -9,7 +9,7 @@
 
 namespace wonly::tiled {
 
-struct Waves : Rows {
+struct Waves : RowsOf<true> {
   struct Params {
     int tokens;                     // of a tile
     int stages;                     // of a tile

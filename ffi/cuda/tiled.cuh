@@ -29,11 +29,10 @@
 #include "cuda/epilogue.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_tiled.h"
-#include "cuda/matmul_warpgroup.cuh"
 #include "cuda/ptx_sm90.cuh"
+#include "cuda/rounded_weights.cuh"
 #include "cuda/tensor_map.h"
 #include "cuda/wgmma.cuh"
-#include "dequant/convert.h"
 #include "layout.h"
 
 namespace wonly::tiled {
@@ -58,8 +57,12 @@ struct Tile {
   int rest, split;  // of a tile that several clusters share
 };
 
-// What most sources have in common: rows that follow each other in memory, and one weight for all inputs.
-struct Rows {
+// What most sources have in common: rows that follow each other in memory, and one weight for all inputs. `kBetween_`:
+// whether tiles of up to 160 and 224 rows are computed as such.
+template <bool kBetween_>
+struct RowsOf {
+  static constexpr bool kBetween = kBetween_;
+
   // A stage of a tile: which tap of the weights, and which 64 inputs of it.
   struct Walk {
     int tap, stage;
@@ -68,32 +71,24 @@ struct Rows {
 
   __device__ static constexpr int ctas() { return kCluster; }  // of a cluster
   __device__ static constexpr int taps() { return 1; }
-  // Rows that are multiplied for a tile: 64, 128, 192 or 256.
+  // Rows that are multiplied for a tile: 64, 128, (160,) 192, (224) or 256.
   __device__ static int columns(const Tile& tile) {
+    if (kBetween && tile.rows > 128) return (tile.rows + 31) / 32 * 32;
     return tile.rows <= 64 ? 64 : tile.rows <= 128 ? 128 : tile.rows <= 192 ? 192 : kTileRows;
   }
   // The walk of the CTA `rank` over a tile, from its first stage on.
   __device__ static Walk walk(const Tile& tile, int) { return {0, tile.first_stage}; }
-  // Copies the inputs of a stage: this CTA's share of the rows, to all of the cluster.
+  // Copies the inputs of a stage: this CTA's share of the rows, which are whole boxes, to all of the cluster.
   __device__ static void copy(uint8_t* to, const CUtensorMap* map, const Tile& tile, const Walk& walk, int x_batch,
                               int rank, uint64_t* barrier) {
-    const int share = columns(tile) / kCluster;
-    for (int row = rank * share; row < (rank + 1) * share; row += kBoxRows) {
+    const int all = columns(tile), share = (all / kCluster + kBoxRows - 1) / kBoxRows * kBoxRows;
+    for (int row = rank * share; row < (rank == 0 ? share : all); row += kBoxRows) {
       ptx::tensor_copy_3d_multicast(to + row * kStageK * 2, map, walk.stage * kStageK, tile.first + row, x_batch,
                                     barrier, (1 << kCluster) - 1);
     }
   }
 };
-
-// What turns the codes of one output and group into weights: code * scale + offset where the codes' zero is a power of
-// two (or offsets are given, which are the same), else (code - zero) * scale; table[code] * scale with a table. Each in
-// both halves of a register.
-struct alignas(16) Affine {
-  uint32_t scale, scale_of_odd;  // of even and odd pairs of int4, whose masked codes count 16 times as much
-  uint32_t offset, minus_zero;
-};
-
-enum class Codes { kNumbers, kWithZeros, kOfTable };
+using Rows = RowsOf<false>;
 
 template <typename Source_, typename X_, int kBits_, Codes kCodes>
 struct Shape {
@@ -121,94 +116,6 @@ struct Params {
   MatmulArgs args;
   typename Source::Params source;
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
-};
-
-// The type of an array of shifts that is not there.
-struct NoShift {
-  __device__ operator float() const { return 0.f; }
-};
-
-// bf16: a masked code is the number code * 2^-133 (convert.h). Without zeros the scale makes it a weight in one step,
-// in units of 2^-64, which the sum gives back. With zeros the first step counts units of 2^-6. fp16 has no exponents to
-// spare, but mantissa enough to count codes from 1024.
-template <typename S>
-struct Convert {
-  using X = typename S::X;
-  static constexpr bool kBf16 = std::is_same_v<X, __nv_bfloat16>;
-  static constexpr bool kOneStep = kBf16 && !S::kZeros && !S::kTable;
-  static constexpr float kUnit = kOneStep ? 0x1p-64f : 1.f;  // of the weights
-  static constexpr float kCodeUnit = !kBf16 ? 1.f : S::kZeros ? 0x1p-6f : 1.f;
-  static constexpr uint32_t kFactor = 0x7f007f00u, kFactorOfOdd = 0x7d007d00u;  // 2^127, 2^123
-
-  __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) { return warpgroup::Convert<X>::fma(a, b, c); }
-  __device__ static uint32_t pair(float value) {
-    const X rounded = from_float<X>(value);
-    return pack_pair(rounded, rounded);
-  }
-  // Without zeros `shift` is an offset, if it is anything.
-  template <typename Shift>
-  __device__ static Affine affine(float scale, Shift shift) {
-    constexpr bool kOffsets = !S::kZeros && !std::is_same_v<Shift, NoShift>;
-    const float zero = S::kZeros ? to_float(shift) : static_cast<float>(bias_of(S::kBits));
-    const float offset = kOffsets ? to_float(shift) : -zero * scale;
-    Affine to;
-    if constexpr (S::kTable) {
-      to.scale = pair(scale);
-      to.scale_of_odd = to.offset = to.minus_zero = 0;
-    } else if constexpr (kOneStep) {
-      to.scale = pair(scale * 0x1p+69f);
-      to.scale_of_odd = pair(scale * 0x1p+65f);
-      to.offset = pair(offset * kUnit);
-      to.minus_zero = 0;
-    } else {
-      to.scale = to.scale_of_odd = pair(scale / kCodeUnit);
-      to.offset = pair(S::kZeros ? 0.f : offset);
-      to.minus_zero = pair(-zero * kCodeUnit);
-    }
-    return to;
-  }
-
-  // A table of float32 numbers, rounded.
-  __device__ static ByteTable table(const float* entries) {
-    ByteTable table;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 four = __ldg(reinterpret_cast<const float4*>(entries) + i);
-      const uint32_t low = pack_pair(from_float<X>(four.x), from_float<X>(four.y));
-      const uint32_t high = pack_pair(from_float<X>(four.z), from_float<X>(four.w));
-      table.low[i] = byte_permute(low, high, 0x6420);
-      table.high[i] = byte_permute(low, high, 0x7531);
-    }
-    return table;
-  }
-
-  // The codes of a word as weights, pairs of neighbouring inputs: 4 of them for int4, 2 for int8.
-  __device__ static void weights(uint32_t word, const Affine& affine, const ByteTable& table,
-                                 uint32_t (&out)[16 / S::kBits]) {
-    if constexpr (S::kTable) {
-      look_up(word, table, out);
-#pragma unroll
-      for (uint32_t& pair : out) pair = fma(pair, affine.scale, 0x80008000u);
-      return;
-    }
-    if constexpr (kBf16 && S::kBits == 4) {
-      uint4_to_subnormal(word, out);
-    } else if constexpr (kBf16) {
-      uint8_to_subnormal(word, out);
-    } else if constexpr (S::kBits == 4) {
-      uint4_to_f16(word, out);
-    } else {
-      uint8_to_f16(word, out);
-    }
-#pragma unroll
-    for (int i = 0; i < 16 / S::kBits; ++i) {
-      const bool odd = kBf16 && S::kBits == 4 && i % 2 == 1;
-      if constexpr (S::kZeros) {
-        out[i] = fma(out[i], !kBf16 ? 0x3c003c00u : odd ? kFactorOfOdd : kFactor, affine.minus_zero);
-      }
-      out[i] = fma(out[i], odd ? affine.scale_of_odd : affine.scale, affine.offset);
-    }
-  }
 };
 
 template <typename S>
@@ -459,8 +366,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         run(tile, std::integral_constant<int, 128>{});
       } else if (columns == 192) {
         run(tile, std::integral_constant<int, 192>{});
-      } else {
+      } else if (columns == kTileRows) {
         run(tile, std::integral_constant<int, kTileRows>{});
+      } else if constexpr (Source::kBetween) {
+        if (columns == 160) {
+          run(tile, std::integral_constant<int, 160>{});
+        } else {
+          run(tile, std::integral_constant<int, 224>{});
+        }
       }
     }
   }

@@ -27,11 +27,13 @@ struct WgmmaBytes;
 #define WONLY_D64 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WONLY_D96 WONLY_D64 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+#define WONLY_D80 WONLY_D64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WONLY_D96 WONLY_D80 \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define WONLY_D128 WONLY_D96 \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+#define WONLY_D112 WONLY_D96 \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WONLY_D128 WONLY_D112 \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WONLY_OF8(bound, i)                                                                        \
   "+" bound(d[i]), "+" bound(d[i + 1]), "+" bound(d[i + 2]), "+" bound(d[i + 3]),                  \
@@ -39,7 +41,9 @@ struct WgmmaBytes;
 #define WONLY_OF16(bound, i) WONLY_OF8(bound, i), WONLY_OF8(bound, i + 8)
 #define WONLY_OF32(bound, i) WONLY_OF16(bound, i), WONLY_OF16(bound, i + 16)
 #define WONLY_OF64(bound, i) WONLY_OF32(bound, i), WONLY_OF32(bound, i + 32)
+#define WONLY_OF80(bound, i) WONLY_OF64(bound, i), WONLY_OF16(bound, i + 64)
 #define WONLY_OF96(bound, i) WONLY_OF64(bound, i), WONLY_OF32(bound, i + 64)
+#define WONLY_OF112(bound, i) WONLY_OF96(bound, i), WONLY_OF16(bound, i + 96)
 #define WONLY_OF128(bound, i) WONLY_OF64(bound, i), WONLY_OF64(bound, i + 64)
 // clang-format on
 
@@ -90,9 +94,19 @@ struct Wgmma<128> {
   WONLY_WGMMA(f16, 128, 64, 64, 65, 66, 67, 68, 69)
 };
 template <>
+struct Wgmma<160> {
+  WONLY_WGMMA(bf16, 160, 80, 80, 81, 82, 83, 84, 85)
+  WONLY_WGMMA(f16, 160, 80, 80, 81, 82, 83, 84, 85)
+};
+template <>
 struct Wgmma<192> {
   WONLY_WGMMA(bf16, 192, 96, 96, 97, 98, 99, 100, 101)
   WONLY_WGMMA(f16, 192, 96, 96, 97, 98, 99, 100, 101)
+};
+template <>
+struct Wgmma<224> {
+  WONLY_WGMMA(bf16, 224, 112, 112, 113, 114, 115, 116, 117)
+  WONLY_WGMMA(f16, 224, 112, 112, 113, 114, 115, 116, 117)
 };
 template <>
 struct Wgmma<256> {
@@ -129,13 +143,17 @@ struct WgmmaBytes<256> {
 #undef WONLY_D16
 #undef WONLY_D32
 #undef WONLY_D64
+#undef WONLY_D80
 #undef WONLY_D96
+#undef WONLY_D112
 #undef WONLY_D128
 #undef WONLY_OF8
 #undef WONLY_OF16
 #undef WONLY_OF32
 #undef WONLY_OF64
+#undef WONLY_OF80
 #undef WONLY_OF96
+#undef WONLY_OF112
 #undef WONLY_OF128
 
 }  // namespace wonly::ptx

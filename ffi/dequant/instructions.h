@@ -142,6 +142,19 @@ WONLY_HOST_DEVICE uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
+// sm_80 and newer.
+WONLY_HOST_DEVICE uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDA_ARCH__)
+  uint32_t d = 0;
+#if __CUDA_ARCH__ >= 800
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#endif
+  return d;
+#else
+  return portable::Bfloat::fma(a, b, c);
+#endif
+}
+
 // sm_80 has no packed subtraction of bf16, but an fma, which rounds the same difference; sm_75 has neither.
 WONLY_HOST_DEVICE uint32_t sub_bf16x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
