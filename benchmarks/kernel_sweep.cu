@@ -1,8 +1,8 @@
 // Checks and times every configuration of the product's kernels, without Python in between: the source of the numbers
 // in ffi/cuda/matmul.cu. Build and run with benchmarks/tune.py.
 //
-//   kernel_sweep check [EVERY]
-//       every instance (one case in EVERY) on odd shapes against a float64 sum, exit status 1 on a mismatch
+//   kernel_sweep check [EVERY [KERNEL]]
+//       every instance (one case in EVERY; of KERNEL) on odd shapes against a float64 sum, exit status 1 on a mismatch
 //   kernel_sweep time BITS GROUP X MS SHAPES [SHIFT]
 //       one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
 //       X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
@@ -10,6 +10,7 @@
 //       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups
 //       the decode kernel: atoms -1, tiles for parts
 //       the tiled kernel: atoms -2, tiles for tokens / 8, warps for splits
+//       the mma kernel: atoms -3, tiles for tokens / 8, warps for splits
 //
 // Time: a CUDA graph of calls that rotate through more than four times the L2 of weights, median over replays.
 
@@ -28,6 +29,7 @@
 #include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/matmul_decode.h"
+#include "cuda/matmul_mma.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_tiled.h"
 #include "cuda/matmul_warpgroup.h"
@@ -106,7 +108,7 @@ void fill(void* to, int64_t count, DType type, float low, float high, bool integ
   CHECK(cudaGetLastError());
 }
 
-int check(int every) {
+int check(int every, const char* only) {
   int seen = 0;
   Device device;
   CHECK(current_device(&device));
@@ -166,7 +168,7 @@ int check(int every) {
           CHECK(cudaMemcpy(want.data(), sum.data, count * 8, cudaMemcpyDeviceToHost));
           CHECK(cudaMemcpy(size.data(), magnitude.data, count * 8, cudaMemcpyDeviceToHost));
           const auto compare = [&](const char* kernel, int p0, int p1, int p2, int p3, auto&& launch) {
-            if (seen++ % every != 0) return;
+            if ((only != nullptr && std::strcmp(only, kernel) != 0) || seen++ % every != 0) return;
             CHECK(cudaMemset(y.data, 0xff, count * 4));  // NaN
             const cudaError_t launched = launch();
             if (launched == cudaErrorInvalidConfiguration) return;  // more shared memory than there is
@@ -180,7 +182,8 @@ int check(int every) {
             ++cases;
             worst = std::max(worst, error);
             // A weight that lies between two numbers may be rounded the other way.
-            const double bound = std::strcmp(kernel, "tiled") == 0 ? 2e-5 : xt == DType::kF32 ? 2e-6 : 1e-6;
+            const bool rounds = std::strcmp(kernel, "tiled") == 0 || std::strcmp(kernel, "mma") == 0;
+            const double bound = rounds ? 2e-5 : xt == DType::kF32 ? 2e-6 : 1e-6;
             if (!(error < bound) && ++failed <= 20) {
               std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d %s %d %d %d %d: %g\n", s.b, s.m, s.k,
                           s.n, s.group, bits, int(xt), variant, kernel, p0, p1, p2, p3, error);
@@ -206,16 +209,26 @@ int check(int every) {
                         [&] { return decode::launch(args, {cluster, parts}, shared_share(device, 1), nullptr); });
               }
           }
-          if (device.architecture == 90 && tiled::supports(args)) {
-            // Its own reference: each weight is rounded, which is no error of the sum.
+          if (device.architecture >= 80 && tiled::supports(args)) {
+            // Their own reference: each weight is rounded, which is no error of the sum.
             std::vector<double> exact(count);
             CHECK(cudaMemcpy(exact.data(), rounded.data, count * 8, cudaMemcpyDeviceToHost));
             want.swap(exact);
             args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
-            for (int tokens : {64, 128, 192, 256})
+            for (int tokens : {32, 64, 128})
+              for (int splits : {1, 2, 3})
+                for (int ctas : {1, 2}) {
+                  if (device.architecture == 90 || splits > ceil_div(s.k, mma::kStageInputs)) continue;
+                  const int tiles = static_cast<int>(s.b * ceil_div(s.m, tokens) * ceil_div(s.n, mma::kCtaOutputs));
+                  const int shared_tiles = splits == 1 ? 0 : ctas == 1 ? tiles : (tiles + 1) / 2;
+                  compare("mma", tokens, splits, ctas, 0, [&] {
+                    return mma::launch(args, {tokens, shared_tiles, splits, shared_share(device, ctas)}, nullptr);
+                  });
+                }
+            for (int tokens : {64, 128, 160, 192, 224, 256})
               for (int splits : {1, 2, 3})
                 for (int multiprocessors : {4, 12, device.multiprocessors}) {
-                  if (splits > ceil_div(s.k, tiled::kStageInputs)) continue;
+                  if (device.architecture != 90 || splits > ceil_div(s.k, tiled::kStageInputs)) continue;
                   compare("tiled", tokens, splits, multiprocessors, 0,
                           [&] { return tiled::launch(args, {multiprocessors, tokens, splits}, nullptr); });
                 }
@@ -362,11 +375,24 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
             report(0, tokens / 8, warpgroups, cluster, 1,
                    graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
           }
-      for (int tokens : {64, 128, 192, 256})
+      for (MatmulArgs& args : calls) args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
+      for (int tokens : {32, 64, 128})
+        for (int splits = 1; splits <= 16; ++splits) {
+          if (device.architecture < 80 || device.architecture == 90 || !tiled::supports(calls[0]) || m <= 8) continue;
+          if (tokens > 32 && tokens >= 2 * m) continue;
+          const int ctas = mma::kCtas * device.multiprocessors;
+          const int64_t rest = ceil_div(m, tokens) * ceil_div(n, mma::kCtaOutputs) % ctas;
+          if (splits > 1 && (rest * splits > ctas || splits * 4 > k / mma::kStageInputs)) continue;
+          const int shared_tiles = splits == 1 ? 0 : static_cast<int>(rest);
+          const mma::Config config{tokens, shared_tiles, splits, shared_share(device, mma::kCtas)};
+          if (mma::launch(calls[0], config, s) != cudaSuccess) continue;
+          report(-3, tokens / 8, splits, 1, mma::kCtas,
+                 graph_us(calls, [&](const MatmulArgs& args) { return mma::launch(args, config, s); }, s));
+        }
+      for (int tokens : {64, 128, 160, 192, 224, 256})
         for (int splits = 1; splits <= 8; ++splits) {
           if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 16) continue;
           const tiled::Config config{device.multiprocessors, tokens, splits};
-          for (MatmulArgs& args : calls) args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
           if (splits > k / tiled::kStageInputs || tiled::launch(calls[0], config, s) != cudaSuccess) continue;
           report(-2, tokens / 8, splits, tiled::kClusterCtas, 1,
                  graph_us(calls, [&](const MatmulArgs& args) { return tiled::launch(args, config, s); }, s));
@@ -378,7 +404,9 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
 }
 
 int main(int argc, char** argv) {
-  if ((argc == 2 || argc == 3) && std::strcmp(argv[1], "check") == 0) return check(argc == 3 ? std::atoi(argv[2]) : 1);
+  if (argc >= 2 && argc <= 4 && std::strcmp(argv[1], "check") == 0) {
+    return check(argc >= 3 ? std::atoi(argv[2]) : 1, argc == 4 ? argv[3] : nullptr);
+  }
   if ((argc == 7 || argc == 8) && std::strcmp(argv[1], "time") == 0) {
     const std::string x = argv[4];
     return time_all(std::atoi(argv[2]), std::atoll(argv[3]),
@@ -387,6 +415,6 @@ int main(int argc, char** argv) {
                                  : DType::kF32,
                     argv[5], argv[6], argc == 8 ? argv[7] : "symmetric");
   }
-  std::fprintf(stderr, "usage: kernel_sweep check [EVERY] | time BITS GROUP X MS SHAPES [SHIFT]\n");
+  std::fprintf(stderr, "usage: kernel_sweep check [EVERY [KERNEL]] | time BITS GROUP X MS SHAPES [SHIFT]\n");
   return 2;
 }

@@ -94,6 +94,8 @@ def main() -> None:
                 name = f"decode: {tiles} parts, cluster {cluster}"
             elif strips == "-2":
                 name = f"tiled: {8 * int(tiles)} tokens, {warps} splits"
+            elif strips == "-3":
+                name = f"mma: {8 * int(tiles)} tokens, {warps} splits"
             elif strips == "0":
                 name = f"warpgroup: {8 * int(tiles)} tokens, {warps} warpgroups, cluster {cluster}"
             else:

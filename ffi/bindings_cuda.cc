@@ -15,6 +15,7 @@
 
 #include "calls.h"
 #include "cuda/conv.h"
+#include "cuda/device.h"
 #include "cuda/matmul.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/quantize.h"
@@ -534,4 +535,7 @@ NB_MODULE(_cuda, m) {
       "(major, minor) of the XLA FFI API that the handlers were compiled against.");
   m.def("architectures", &wonly::architectures,
         "CUDA architectures that the kernels were compiled for, as '90a-real'.");
+  m.def(
+      "dispatch", [] { return wonly::kNewestArchitecture; },
+      "Newest architecture whose kernels are taken, as 80 for 8.0: of every GPU, unless the build says otherwise.");
 }

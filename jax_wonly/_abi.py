@@ -78,6 +78,14 @@ def matmul_scratch(batch: int, m: int, n: int, *, table: bool = False) -> int:
     return 1024 + min(7 * tiles, 80) * 256 * (256 if m > least_tokens else least_tokens)
 
 
+def mma_scratch(batch: int, m: int, n: int, ctas: int) -> int:
+    """The same on other architectures, of which ``ctas`` CTAs run at a time: ``mma::scratch_bytes`` in
+    ``ffi/cuda/matmul_mma.h``.
+    """
+    tokens = 32 if m <= 32 else 64 if m <= 64 else 128
+    return min(16 * batch * -(-m // tokens) * -(-n // 128), ctas) * tokens * 128
+
+
 def conv_scratch(pixels: int, n: int) -> int:
     """Words of scratch with which a convolution runs fastest on CUDA: counters, and the float32 sums of shared tiles.
 

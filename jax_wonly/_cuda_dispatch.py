@@ -5,11 +5,13 @@ much the same on other GPUs.
 """
 
 import functools
+import importlib
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_wonly import _abi
 from jax_wonly._abi import ShiftMode
 from jax_wonly._format import TILE_N
 
@@ -56,8 +58,11 @@ class _Costs(NamedTuple):
     least_stages: int
 
 
-_TILED = _Costs(((2, 256, 0.66), (2, 192, 0.51), (2, 128, 0.43)), 3.0, 2.5, 0.0, 0.0, 8.7, 2.1, 8, 8)
-_TABLE_TILED = _TILED._replace(stages=((2, 256, 0.69), (2, 192, 0.62), (2, 128, 0.44)))
+_TILED = _Costs(
+    ((2, 256, 0.66), (2, 224, 0.565), (2, 192, 0.49), (2, 160, 0.46), (2, 128, 0.43)),
+    *(3.0, 2.5, 0.0, 0.0, 8.7, 2.1, 8, 8),
+)
+_TABLE_TILED = _TILED._replace(stages=((2, 256, 0.69), (2, 224, 0.65), (2, 192, 0.62), (2, 160, 0.53), (2, 128, 0.44)))
 _CONV_TILES = _Costs(
     (
         *((1, 64, 0.41), (1, 128, 0.47), (1, 192, 0.54), (1, 256, 0.64)),
@@ -67,6 +72,29 @@ _CONV_TILES = _Costs(
 )
 
 
+class _MmaCosts(NamedTuple):
+    """Microseconds that ``matmul_mma`` takes: the numbers of ``choose`` in ``ffi/cuda/matmul_mma.cu``."""
+
+    # Tokens of a tile, and what 64 inputs take: with one CTA on every multiprocessor, and with more.
+    stages: tuple[tuple[int, float, float], ...]
+    start: float
+    wave: float
+    sums: float
+    sum_bytes: float  # per microsecond
+    memory: float
+    ctas: int  # on a multiprocessor
+    outputs: int  # of a tile
+    most_splits: int
+    least_stages: int
+
+
+_MMA = _MmaCosts(((32, 0.375, 0.53), (64, 0.51, 0.78), (128, 0.875, 1.45)), 2.0, 1.5, 2.5, 2e6, 2.4e6, 2, 128, 16, 4)
+# Operations per microsecond of XLA's dense product on an H100 with the tensor cores of other architectures, by their
+# major numbers: those that mma.sync feeds would let it run somewhat faster than ``matmul_mma``, by estimate.
+_DENSE_MMA = 480e6
+_DENSE_OF = {"9": _DENSE, "10": 1600e6, "11": 1600e6}
+
+
 @functools.cache
 def _gpu() -> tuple[str, int]:
     """Compute capability and multiprocessors of the GPU here; those of an H100 where there is none."""
@@ -74,12 +102,31 @@ def _gpu() -> tuple[str, int]:
         device = jax.devices("cuda")[0]
     except RuntimeError:
         return "9.0", _MULTIPROCESSORS
-    return str(getattr(device, "compute_capability", "9.0")), getattr(device, "core_count", _MULTIPROCESSORS)
+    capability = str(getattr(device, "compute_capability", "9.0"))
+    try:
+        newest = divmod(importlib.import_module("jax_wonly._cuda").dispatch(), 10)
+    except ImportError:
+        newest = (100, 0)
+    if newest < tuple(map(int, capability.split("."))):
+        capability = ".".join(map(str, newest))
+    return capability, getattr(device, "core_count", _MULTIPROCESSORS)
 
 
 def has_warpgroups() -> bool:
     """Whether the GPU here is of the architecture that the warpgroup and decode kernels need."""
     return _gpu()[0] == "9.0"
+
+
+def has_mma() -> bool:
+    """Whether products of more than ``STREAM_TOKENS`` have a kernel of other architectures on the GPU here."""
+    return _gpu()[0] != "9.0" and tuple(map(int, _gpu()[0].split("."))) >= (8, 0)
+
+
+def scratch(batch: int, m: int, n: int, *, table: bool) -> int:
+    """Words of scratch with which a product of 16-bit activations runs fastest on the GPU here."""
+    if not has_mma():
+        return _abi.matmul_scratch(batch, m, n, table=table)
+    return 0 if table or m <= STREAM_TOKENS else _abi.mma_scratch(batch, m, n, _MMA.ctas * _gpu()[1])
 
 
 def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
@@ -90,13 +137,22 @@ def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMod
     return has_warpgroups() and wanted and aligned
 
 
-def _tiled_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+def _in_tiles(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``tiled::supports`` in ``ffi/cuda/matmul_tiled.cu``, which has the last word."""
-    if not has_warpgroups() or k % 8 or jnp.dtype(x_dtype).itemsize != 2:
+    if k % 8 or jnp.dtype(x_dtype).itemsize != 2:
         return False
     if shift_mode == ShiftMode.TABLE:
         return scale_dtype in (x_dtype, jnp.float32)
     return scale_dtype == x_dtype and (shift_mode == ShiftMode.NONE or shift_dtype in (jnp.uint8, x_dtype))
+
+
+def _tiled_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+    return has_warpgroups() and _in_tiles(k, x_dtype, scale_dtype, shift_mode, shift_dtype)
+
+
+def _mma_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+    in_tiles = shift_mode != ShiftMode.TABLE and _in_tiles(k, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    return has_mma() and in_tiles
 
 
 def _warpgroup(
@@ -130,6 +186,23 @@ def _tiles(m: int, n: int, stages: int, batch: int, costs: _Costs) -> float:
 
 def _tiled(m: int, k: int, n: int, batch: int, shift_mode: ShiftMode) -> float:
     return _tiles(m, n, -(-k // 64), batch, _TABLE_TILED if shift_mode == ShiftMode.TABLE else _TILED)
+
+
+def _mma(m: int, k: int, n: int, batch: int, weights: float) -> float:
+    """As ``choose`` in ``ffi/cuda/matmul_mma.cu``, with room for the sums of all tiles that are shared."""
+    stages, multiprocessors, times = -(-k // 64), _gpu()[1], []
+    places = _MMA.ctas * multiprocessors
+    for tokens, alone, shared in _MMA.stages:
+        waves, rest = divmod(batch * -(-m // tokens) * -(-n // _MMA.outputs), places)
+        for splits in range(1, max(1, min(_MMA.most_splits, stages // _MMA.least_stages, places // max(rest, 1))) + 1):
+            us = waves * (_MMA.wave + stages * shared)
+            if rest:
+                us += _MMA.wave + stages / splits * (shared if rest * splits > multiprocessors else alone)
+            us = _MMA.start + max(us, weights / _MMA.memory)
+            if splits > 1 and rest:
+                us += _MMA.sums + 4 * rest * splits * tokens * _MMA.outputs / _MMA.sum_bytes
+            times.append(us)
+    return min(times)
 
 
 def kernel(
@@ -171,6 +244,9 @@ def kernel(
                 return "matmul_tiled"
         if exact:
             return "matmul_warpgroup"
+        if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
+            if _mma(m, k, n, batch, weights) < other:
+                return "matmul_mma"
     return "matmul_stream"
 
 
@@ -192,13 +268,16 @@ def estimate(
     weights = batch * n * k * bits / 8
     operations = 2.0 * batch * n * k  # of one token
     dense_bytes = weights + batch * n * k * jnp.dtype(x_dtype).itemsize
-    dense = dense_bytes / _MEMORY + m * operations / (_DENSE_FLOAT32 if wide else _DENSE)
+    rate = _DENSE_FLOAT32 if wide else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
+    dense = dense_bytes / _MEMORY + m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
     if _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
         fused = _warpgroup(m, k, n, batch, weights, groups, shift_mode, shift_dtype)
     else:
         fused = _stream(m, weights, wide)
     if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
         fused = min(fused, _tiled(m, k, n, batch, shift_mode))
+    if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
+        fused = min(fused, _mma(m, k, n, batch, weights))
     return fused, dense
 
 

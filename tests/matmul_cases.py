@@ -6,6 +6,7 @@ import numpy as np
 from reference import DTYPES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
+from jax_wonly import _cuda_dispatch
 
 # Inputs and outputs that are no multiples of a tile, for each group size.
 SHAPES = {32: (96, 70), 64: (192, 130), 128: (384, 67), 256: (256, 33), None: (101, 129)}
@@ -110,8 +111,8 @@ def check_gradients(rng, *, bits, mode, implementation=None):
 def rounds_weights(implementation, *, m=0, mode="symmetric") -> bool:
     """Whether weights may be rounded to the type of x on the way: in a dense product, which None may choose too.
 
-    Of the CUDA kernels the one for many rows does it, which also takes over early where others read weights repeatedly:
-    scales, zeros or offsets in rows that are not 16-byte aligned.
+    Of the CUDA kernels those for many rows do it, which also take over early where others read weights repeatedly:
+    scales, zeros or offsets in rows that are not 16-byte aligned, and any on other architectures than sm_90.
     """
-    many = 16 if mode in ("float_zeros", "offsets") else 128
+    many = 16 if mode in ("float_zeros", "offsets") or not _cuda_dispatch.has_warpgroups() else 128
     return implementation in (None, "xla", "dequantize") or (implementation == "cuda" and m > many)

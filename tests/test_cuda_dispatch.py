@@ -34,6 +34,18 @@ def test_many_tokens(warpgroups):
     assert choose(128, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == warpgroups
 
 
+def test_other_architectures(monkeypatch):
+    """mma.sync until dense products are expected to be faster, which is early where their tensor cores are others'."""
+    monkeypatch.setattr(_cuda_dispatch, "has_warpgroups", lambda: False)
+    for capability, most in (("7.5", 16), ("8.0", 128), ("8.6", 128), ("8.9", 128), ("12.0", 128), ("10.0", 64)):
+        monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda capability=capability: (capability, 108))
+        assert all(choose(m) for m in (16, most)) and not choose(32768)
+        assert _cuda_dispatch.has_mma() == (capability != "7.5")
+        assert not choose(256, k=8196) and choose(16, k=8196)
+        assert (_cuda_dispatch.scratch(1, 64, 4096, table=False) > 0) == _cuda_dispatch.has_mma()
+        assert _cuda_dispatch.scratch(1, 16, 4096, table=False) == 0
+
+
 @pytest.mark.parametrize("mode", [ShiftMode.NONE, ShiftMode.OFFSETS])
 @pytest.mark.parametrize("x", [jnp.bfloat16, jnp.float32])
 def test_more_tokens_never_go_back_to_the_kernel(x, mode):

@@ -108,7 +108,10 @@ def test_kernels_on_cuda(monkeypatch):
     assert kernel(64, n=8196) == kernel(129, 4096, 14336) == "matmul_tiled"
     assert {kernel(40, mode=mode) for mode in ("integer_zeros", "float_zeros", "offsets")} == {"matmul_warpgroup"}
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("8.0", 108))
-    assert {kernel(m) for m in (1, 40)} == {"matmul_stream"}
+    assert [kernel(m) for m in (1, 16, 17, 4096)] == ["matmul_stream"] * 2 + ["matmul_mma"] * 2
+    assert {kernel(40, k=8196, group_size=None), kernel(40, dtype=jnp.float32)} == {"matmul_stream"}
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
+    assert kernel(40, dtype=jnp.float16) == "matmul_stream"
 
 
 def test_elsewhere(monkeypatch):

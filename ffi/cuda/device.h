@@ -3,7 +3,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 namespace wonly {
+
+// A build may take the kernels of an older architecture on newer GPUs, to test and to time them (CMakeLists.txt).
+#ifdef WONLY_CUDA_DISPATCH
+constexpr int kNewestArchitecture = WONLY_CUDA_DISPATCH;
+#else
+constexpr int kNewestArchitecture = 1000;
+#endif
 
 struct Device {
   int architecture = 0;  // 10 * major + minor
@@ -25,7 +34,7 @@ inline cudaError_t current_device(Device* device) {
   if (error == cudaSuccess)
     error = read(&device->shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
   if (error == cudaSuccess) error = read(&device->reserved_per_block, cudaDevAttrReservedSharedMemoryPerBlock);
-  device->architecture = 10 * major + minor;
+  device->architecture = std::min(10 * major + minor, kNewestArchitecture);
   return error;
 }
 

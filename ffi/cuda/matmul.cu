@@ -5,6 +5,7 @@
 #include "cuda/device.h"
 #include "cuda/matmul.h"
 #include "cuda/matmul_decode.h"
+#include "cuda/matmul_mma.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_tiled.h"
 #include "cuda/matmul_warpgroup.h"
@@ -109,12 +110,14 @@ float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* co
   return least;
 }
 
-constexpr tiled::Costs::Stage kTiledStages[] = {{2, 256, 0.66f}, {2, 192, 0.51f}, {2, 128, 0.43f}};
+constexpr tiled::Costs::Stage kTiledStages[] = {
+    {2, 256, 0.66f}, {2, 224, 0.565f}, {2, 192, 0.49f}, {2, 160, 0.46f}, {2, 128, 0.43f}};
 constexpr tiled::Costs kTiledCosts{
-    kTiledStages,  /*stage_count=*/3, /*start=*/3.f, /*wave=*/2.5f,     /*alone=*/0.f,
+    kTiledStages,  /*stage_count=*/5, /*start=*/3.f, /*wave=*/2.5f,     /*alone=*/0.f,
     /*split=*/0.f, /*sums=*/8.7f,     /*more=*/2.1f, /*most_splits=*/8, /*least_stages=*/8};
 // With a table, whose look-ups take longer.
-constexpr tiled::Costs::Stage kTableStages[] = {{2, 256, 0.69f}, {2, 192, 0.62f}, {2, 128, 0.44f}};
+constexpr tiled::Costs::Stage kTableStages[] = {
+    {2, 256, 0.69f}, {2, 224, 0.65f}, {2, 192, 0.62f}, {2, 160, 0.53f}, {2, 128, 0.44f}};
 constexpr tiled::Costs table_costs() {
   tiled::Costs costs = kTiledCosts;
   costs.stages = kTableStages;
@@ -176,6 +179,12 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
       if (tiled_us < us) return tiled::launch(args, tiles, stream);
     }
     if (exact) return warpgroup::launch(args, warpgroups, stream);
+  }
+  if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass &&
+      args.shift_mode != ShiftMode::kTable && tiled::supports(args)) {
+    mma::Config tiles{};
+    const float us = mma::choose(args, device, &tiles);
+    if (us > 0.f && us < stream_us(args)) return mma::launch(args, tiles, stream);
   }
   stream::Config config = stream_config(args, device);
   // Less shared memory than on the tuned devices: fewer warps, then narrower strips, until two stages fit.

@@ -40,6 +40,24 @@ __device__ __forceinline__ void load_once(uint4& to, const void* global, bool wa
       : "l"(global), "r"(static_cast<int>(wanted)));
 }
 
+// The first `bytes` of 16, and zeros for the others.
+__device__ __forceinline__ void cp_async_some(void* shared, const void* global, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+               : "memory");
+#else
+  __trap();
+#endif
+}
+
+// Four 8 x 8 matrices of 16-bit numbers, whose rows are where lanes 8i .. 8i + 7 say for matrix i: lane 4g + t gets
+// columns 2t and 2t + 1 of row g.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row));
+}
+
 // Small loads that stay where they are written: the compiler would move them to their use, and wait there.
 __device__ __forceinline__ uint32_t load_8(const void* global) {
   uint32_t value;

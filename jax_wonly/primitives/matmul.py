@@ -140,7 +140,9 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     shape = _result_shape(x, qw, scales, *rest, p=p)
     results = [jax.ShapeDtypeStruct(shape, dtype)]
     if platform == "cuda" and not p.transpose and x.dtype.itemsize == 2 and all(isinstance(s, int) for s in shape):
-        if scratch := _abi.matmul_scratch(*shape, table=p.table is not None):
+        from jax_wonly import _cuda_dispatch
+
+        if scratch := _cuda_dispatch.scratch(*shape, table=p.table is not None):
             results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
     return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)
 

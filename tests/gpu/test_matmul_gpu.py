@@ -15,6 +15,7 @@ from matmul_cases import (
 from reference import DTYPES, MODES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
+from jax_wonly import _cuda_dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -54,14 +55,32 @@ def test_rows(rng, m, x_dtype, implementation):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_middling_rows(rng, bits, mode, x_dtype, group_size):
-    """No weight is rounded up to 128 rows, and groups may end within what a kernel takes at a time."""
+    """No weight is rounded up to 128 rows on sm_90, and groups may end within what a kernel takes at a time."""
     k, n = {32: 1120, 64: 1216, 128: 1152, 256: 1280, None: 1000}[group_size], 272
     scale_dtype = str(rng.choice(list(DTYPES)))
     weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
     product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
     for m in rng.choice([9, 16, 31, 48, 64, 100, 128], 3, replace=False).tolist():
         x = random_x(rng, (m, k), x_dtype)
-        assert_product(product(x, weight.qt), x, weight)
+        rounded = m > 16 and not _cuda_dispatch.has_warpgroups()
+        assert_product(product(x, weight.qt), x, weight, rounded_weights=rounded)
+
+
+@pytest.mark.parametrize("m", [17, 40, 100, 300])
+@pytest.mark.parametrize("n", [136, 321])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shared_inputs(rng, bits, n, m):
+    """So few outputs that several CTAs share the inputs of a tile; leading axes, bias, and results of another type."""
+    for mode, x_dtype in (("symmetric", "bfloat16"), ("integer_zeros", "float16"), ("offsets", "bfloat16")):
+        weight = random_weight(
+            rng, 4128, n, bits=bits, group_size=32, mode=mode, scale_dtype=x_dtype, lead=(2,) if n == 136 else ()
+        )
+        x = random_x(rng, (2, m, 4128) if n == 136 else (m, 4128), x_dtype)
+        bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
+        y = jw.matmul(
+            x, weight.qt, bias=bias, activation="relu", preferred_element_type=jnp.float32, implementation="cuda"
+        )
+        assert_product(y, x, weight, bias=bias, activation="relu", out_dtype="float32", rounded_weights=True)
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
