@@ -21,9 +21,13 @@ def add_timing(parser: argparse.ArgumentParser, rounds: int, calls: int) -> None
     parser.add_argument("--calls", type=int, default=calls, help="calls in a turn (default: %(default)s)")
 
 
-def add_suites(parser: argparse.ArgumentParser, suites: Iterable[str]) -> None:
+def add_suites(parser: argparse.ArgumentParser, suites: Iterable[str], default: Sequence[str] | None = None) -> None:
     suites = list(suites)
-    parser.add_argument("--suite", nargs="+", choices=suites, default=suites, help="what to measure (default: all)")
+    default = suites if default is None else list(default)
+    which = "all" if default == suites else ", ".join(default)
+    parser.add_argument(
+        "--suite", nargs="+", choices=suites, default=default, help=f"what to measure (default: {which})"
+    )
 
 
 def add_results(

@@ -1,6 +1,9 @@
 """Times quantized products on a GPU beside the dense product of the same process, into one result file.
 
     python benchmarks/matmul.py [--suite decode large schemes shapes] [--output FILE] [--append]
+    python benchmarks/matmul.py --suite every --rounds 2 --calls 5     every number of tokens, into a file of its own
+    python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
+        kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
 
 Kernel time is CUPTI's: all kernels of a call are summed, and the median over calls is reported. Calls rotate through
 more than four times the L2 of weights, and dense and quantized calls take turns. Everything is random data. ``gbps``
@@ -9,6 +12,8 @@ the same groups.
 """
 
 import argparse
+import concurrent.futures
+import itertools
 from pathlib import Path
 
 from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
@@ -16,7 +21,8 @@ from _common import add_results, add_suites, add_timing, kept_rows, require_gpu,
 from jax_wonly._timing import Product, copies_of
 from jax_wonly.progress import progress
 
-RESULTS = Path(__file__).parent / "results" / "h100-matmul.json"
+RESULTS = Path(__file__).parent / "results"
+FILES = {"every": "h100-every.json", "other_architectures": "h100-sm80.json"}  # of the suites that have their own
 TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
 
@@ -34,6 +40,10 @@ MANY = (
     {"group_size": None},
     {"bits": 8},
 )
+
+# Every number up to 64, then the middle and one more of what may be a kernel's tile.
+GRID = (*range(1, 65), *range(80, 257, 16), *range(97, 257, 32), *range(288, 513, 32), *range(300, 1025, 100))
+GRID = sorted({*GRID, 513, 640, 768, 897, 1024, 1281, 1536, 2048, 2500, 3000, 4096, 5555, 8192})
 
 SUITES = {
     "decode": [case(k, n, m) for k, n in TABLE for m in (1, 2, 4, 8, 16, 32, 64)],
@@ -65,29 +75,47 @@ SUITES = {
     ]
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
+    "every": [case(k, n, m) | {"together": (k, n)} for k, n in TABLE[1:3] for m in GRID],
+    "other_architectures": [case(k, n, m) for k, n in TABLE for m in (1, 16, 17, 32, 64, 128, 256, 512, 1024, 4096)]
+    + [case(8192, 8192, m, **scheme) for m in (64, 1024) for scheme in MANY],
 }
 
 
-def measure(options, rounds, calls, dense_cache):
-    product = Product(**{"xla": False} | options, copies=copies_of, dense_cache=dense_cache)
-    product.measure(rounds, calls)
-    return product.row()
+def products_of(cases, dense_cache):
+    """One after the other; of those of one weight that are ``together`` all are compiled at once."""
+
+    def product(options):
+        return Product(**{"xla": False} | options, copies=copies_of, dense_cache=dense_cache)
+
+    for _, same in itertools.groupby(cases, lambda options: options.get("together", id(options))):
+        first, *others = ({key: value for key, value in options.items() if key != "together"} for options in same)
+        made = [product(first)]  # and with it the weights of all
+        if others:
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                made += pool.map(product, others)
+        yield from made
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_suites(parser, SUITES)
+    add_suites(parser, SUITES, [suite for suite in SUITES if suite not in FILES])
     add_timing(parser, rounds=3, calls=15)
-    add_results(parser, RESULTS)
+    add_results(parser, None, where="h100-matmul.json beside this script; suites of their own have others")
     args = parser.parse_args()
     require_gpu("matmul.py")
+    if args.output is None:
+        files = {FILES.get(suite, "h100-matmul.json") for suite in args.suite}
+        if len(files) > 1:
+            parser.error(f"--suite: {', '.join(args.suite)} have results in several files; accepted: those of one")
+        args.output = RESULTS / files.pop()
 
     identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m", "batch")
     rows = kept_rows(args.output, args.append, identity)
     cases = [options for suite in args.suite for options in SUITES[suite]]
     dense_cache: dict = {}
-    for options in progress(cases, label="products"):
-        row = measure(options, args.rounds, args.calls, dense_cache)
+    for product in progress(products_of(cases, dense_cache), total=len(cases), label="products"):
+        product.measure(args.rounds, args.calls)
+        row = product.row()
         rows[tuple(row.get(i) for i in identity)] = row
         save(args.output, list(rows.values()), args.commit)
     for row in rows.values():

@@ -10,7 +10,7 @@ A table stands between two comments, the first of which says in JSON what it sho
 ``file`` is an object with a list ``rows`` of flat objects; its other entries describe the machine. ``where`` keeps the
 rows with those values (a list: any of them), ``columns`` gives the fields to show and their headings. With
 ``"pivot": {"m": "M = "}`` and ``"value": "ratio"`` each value of the field ``m`` becomes a column of ``ratio``;
-``columns`` tells rows apart.
+``columns`` tells rows apart. ``"lowest": {"ratio": 16}`` keeps the 16 rows with the least of a field, in that order.
 ``--check`` writes nothing and fails if a page is not what its results say.
 """
 
@@ -66,6 +66,8 @@ def render(spec: dict) -> str:
     rows = [row for row in results["rows"] if all(row[key] in values for key, values in where.items())]
     if not rows:
         return "Not measured yet.\n"
+    for field, count in spec.get("lowest", {}).items():
+        rows = sorted(rows, key=lambda row: row[field])[:count]
     columns = spec["columns"]
     if "pivot" not in spec:
         lines = table(list(columns.values()), [[row[key] for key in columns] for row in rows])

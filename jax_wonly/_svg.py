@@ -11,12 +11,16 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 64, 16, 24, 48
 
 @dataclass(frozen=True)
 class Series:
-    """Points ``(x, y)`` of one colour; the first ``joined`` of them (None: all) are joined by a line."""
+    """Points ``(x, y)`` of one colour; the first ``joined`` of them (None: all) are joined by a line.
+
+    ``dashed``: a dashed line through points that are not drawn.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     labels: Sequence[str] = ()
     joined: int | None = None
+    dashed: bool = False
 
 
 def _ticks(low: float, high: float, count: int, log: bool) -> list[float]:
@@ -56,6 +60,7 @@ def line_chart(
     x_label: str,
     y_label: str,
     log_x: bool = False,
+    log_y: bool = False,
     x_range: tuple[float, float] | None = None,
     reference: tuple[float, str] | None = None,
     height: int = 320,
@@ -65,7 +70,7 @@ def line_chart(
     Args:
       series: at least one point in all.
       x_label, y_label: of the axes.
-      log_x: whether the x axis is logarithmic, with powers of two.
+      log_x, log_y: whether the axis is logarithmic, with powers of two. With ``log_y`` the names are on the left.
       x_range: of the x axis; default: that of the points.
       reference: a value of y and what it is.
       height: in pixels.
@@ -76,17 +81,18 @@ def line_chart(
     if x_low == x_high:
         x_low, x_high = (x_low / 2, x_high * 2) if log_x else (x_low - 1, x_high + 1)
     margin = 0.1 * (max(ys) - min(ys)) or 0.5 * abs(ys[0]) or 1.0
-    y_low, y_high = min(ys) - margin, max(ys) + margin
+    y_low, y_high = (min(ys) / 1.2, max(ys) * 1.2) if log_y else (min(ys) - margin, max(ys) + margin)
 
     def x_at(x):
         share = math.log(x / x_low) / math.log(x_high / x_low) if log_x else (x - x_low) / (x_high - x_low)
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
     def y_at(y):
-        return _TOP + (y_high - y) / (y_high - y_low) * (height - _TOP - _BOTTOM)
+        share = math.log(y_high / y) / math.log(y_high / y_low) if log_y else (y_high - y) / (y_high - y_low)
+        return _TOP + share * (height - _TOP - _BOTTOM)
 
     body = []
-    ticks = _ticks(y_low, y_high, 6, False)
+    ticks = _ticks(y_low, y_high, 6, log_y)
     for value in ticks:
         body.append(f'<path d="M{_LEFT} {y_at(value):.1f}H{_WIDTH - _RIGHT}" stroke="#ddd"/>')
         body.append(_text(_LEFT - 8, y_at(value) + 4, _tick_text(value, ticks), "end"))
@@ -101,13 +107,15 @@ def line_chart(
         colour = COLOURS[i % len(COLOURS)]
         line = [f"{x_at(x):.1f} {y_at(y):.1f}" for x, y in s.points[: s.joined]]
         if line:
-            body.append(f'<path d="M{"L".join(line)}" fill="none" stroke="{colour}"/>')
-        for j, (x, y) in enumerate(s.points):
+            dashes = ' stroke-dasharray="5 4"' if s.dashed else ""
+            body.append(f'<path d="M{"L".join(line)}" fill="none" stroke="{colour}"{dashes}/>')
+        for j, (x, y) in enumerate(() if s.dashed else s.points):
             body.append(f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="4" fill="{colour}"/>')
             if j < len(s.labels):
                 body.append(_text(x_at(x) + 8, y_at(y) - 6, s.labels[j], "start", colour))
     for i, s in enumerate(series):
-        body.append(_text(_WIDTH - _RIGHT, _TOP + 16 * i + 12, s.name, "end", COLOURS[i % len(COLOURS)]))
+        x, anchor = (_LEFT + 8, "start") if log_y else (_WIDTH - _RIGHT, "end")
+        body.append(_text(x, _TOP + 16 * i + 12, s.name, anchor, COLOURS[i % len(COLOURS)]))
     body.append(_text((_LEFT + _WIDTH - _RIGHT) / 2, height - 10, x_label, "middle"))
     body.append(
         f'<text transform="translate(16 {height / 2}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text>'

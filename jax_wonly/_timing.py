@@ -215,10 +215,15 @@ class Product:
         dense = dense_cache[dense_key]
         scale_dtype = jnp.bfloat16 if dtype == jnp.float32 and jax.default_backend() == "gpu" else dtype
         options: Mapping[str, Any] = {"bits": bits, "group_size": group_size, "mode": mode, "scale_dtype": scale_dtype}
-        compiled = jax.jit(lambda w: quantize(w, **options))
-        # Copies of the codes rotate; their values are those of the dense weights.
-        first = compiled(dense[0])
-        quantized = [first, *(compiled(dense[i % len(dense)]) for i in range(1, copies(first.nbytes)))]
+        quantized_key = tuple(options.values())
+        if quantized_key not in dense_cache:
+            compiled = jax.jit(lambda w: quantize(w, **options))
+            # Copies of the codes rotate; their values are those of the dense weights.
+            first = compiled(dense[0])
+            quantized = [first, *(compiled(dense[i % len(dense)]) for i in range(1, copies(first.nbytes)))]
+            dense_cache[quantized_key] = quantized
+        quantized = dense_cache[quantized_key]
+        first = quantized[0]
         xs = [random((*lead, m, k)) for _ in range(2)]
         self.moved = first.nbytes + batch * (m * k + m * n) * dtype.itemsize
         self.ours = Calls(matmul, [(xs[i % 2], qt) for i, qt in enumerate(quantized)])
