@@ -105,7 +105,7 @@ def _gpu() -> tuple[str, int]:
     capability = str(getattr(device, "compute_capability", "9.0"))
     try:
         newest = divmod(importlib.import_module("jax_wonly._cuda").dispatch(), 10)
-    except ImportError:
+    except (ImportError, AttributeError):  # none, or of an older version
         newest = (100, 0)
     if newest < tuple(map(int, capability.split("."))):
         capability = ".".join(map(str, newest))
