@@ -253,10 +253,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals);
       if (S::kSums) ptx::barrier_init(summed + i, S::kSumWarps * kArrivals);
     }
-    ptx::barrier_init(received, 1);
+    // That of the sums: bytes from the cluster; without one, and where each lane arrives, those who write them.
+    const bool counted = kArrivals == 1 || params.cluster > 1;
+    ptx::barrier_init(received, counted ? 1 : 1 + S::kWarpgroups * 128);
     ptx::barrier_init_fence();
     const int my_blocks = most_blocks - ((most_blocks - 1) * params.cluster + rank < token_blocks ? 0 : 1);
-    ptx::barrier_expect(received, params.cluster * my_blocks * S::kRows * 8 * 4);
+    ptx::barrier_expect(received, counted ? params.cluster * my_blocks * S::kRows * 8 * 4 : 0);
   }
   __syncthreads();
 
@@ -512,6 +514,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   }
 
   if (params.cluster > 1) {
+    ptx::barrier_wait(received, 0);
+  } else if (kArrivals > 1) {  // racecheck does not follow the CTA's barrier here
+    if (warp < S::kWarpgroups * 4) ptx::barrier_arrive(received);
     ptx::barrier_wait(received, 0);
   } else {
     __syncthreads();
