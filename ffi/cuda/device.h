@@ -22,19 +22,28 @@ struct Device {
   int reserved_per_block = 0;  // bytes of it that the system takes from every CTA
 };
 
-// Of the current device; attribute queries are cached by the driver and take no lock.
+// Of the current device. What it has does not change: each thread asks once for the device that it used last.
 inline cudaError_t current_device(Device* device) {
+  thread_local int last = -1;
+  thread_local Device known;
   int id = 0, major = 0, minor = 0;
   const auto read = [&](int* to, cudaDeviceAttr attribute) { return cudaDeviceGetAttribute(to, attribute, id); };
   cudaError_t error = cudaGetDevice(&id);
-  if (error == cudaSuccess) error = read(&major, cudaDevAttrComputeCapabilityMajor);
-  if (error == cudaSuccess) error = read(&minor, cudaDevAttrComputeCapabilityMinor);
-  if (error == cudaSuccess) error = read(&device->multiprocessors, cudaDevAttrMultiProcessorCount);
-  if (error == cudaSuccess) error = read(&device->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (error == cudaSuccess)
-    error = read(&device->shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-  if (error == cudaSuccess) error = read(&device->reserved_per_block, cudaDevAttrReservedSharedMemoryPerBlock);
-  device->architecture = std::min(10 * major + minor, kNewestArchitecture);
+  if (error == cudaSuccess && id != last) {
+    Device found;
+    error = read(&major, cudaDevAttrComputeCapabilityMajor);
+    if (error == cudaSuccess) error = read(&minor, cudaDevAttrComputeCapabilityMinor);
+    if (error == cudaSuccess) error = read(&found.multiprocessors, cudaDevAttrMultiProcessorCount);
+    if (error == cudaSuccess) error = read(&found.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    if (error == cudaSuccess)
+      error = read(&found.shared_per_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    if (error == cudaSuccess) error = read(&found.reserved_per_block, cudaDevAttrReservedSharedMemoryPerBlock);
+    if (error != cudaSuccess) return error;
+    found.architecture = std::min(10 * major + minor, kNewestArchitecture);
+    known = found;
+    last = id;
+  }
+  *device = known;
   return error;
 }
 

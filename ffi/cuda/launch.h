@@ -3,7 +3,28 @@
 
 #include <cuda_runtime.h>
 
+#include <set>
+#include <utility>
+
 namespace wonly {
+
+// Lets CTAs of a kernel have all the shared memory of the current device. Always the same value, for another thread may
+// be about to launch the same kernel with more than this one needs; so each thread asks for it once.
+inline cudaError_t allow_shared_memory(const void* kernel) {
+  thread_local std::set<std::pair<const void*, int>> allowed;
+  int device = 0, most = 0;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  if (allowed.count({kernel, device}) > 0) return cudaSuccess;
+  cudaFuncAttributes attributes;
+  cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 most - static_cast<int>(attributes.sharedSizeBytes));
+  }
+  if (error == cudaSuccess) allowed.insert({kernel, device});
+  return error;
+}
 
 struct LaunchShape {
   dim3 grid;
@@ -14,11 +35,11 @@ struct LaunchShape {
 
 template <typename... Args>
 cudaError_t launch_kernel(void (*kernel)(Args...), const LaunchShape& shape, cudaStream_t stream, const Args&... args) {
-  // A property of the function, not of the stream: allowed, and without effect on the graph, while a stream is
-  // captured.
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes);
-  if (error != cudaSuccess) return error;
+  if (shape.shared_bytes > 0) {
+    // A property of the function, not of the stream: without effect on a graph that is captured.
+    const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
+    if (error != cudaSuccess) return error;
+  }
   cudaLaunchAttribute attributes[1];
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;

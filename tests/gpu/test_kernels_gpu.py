@@ -59,17 +59,31 @@ def test_tokens_are_independent(rng, few, many, x_dtype):
 @pytest.mark.parametrize("m", [4, 20, 150])
 @pytest.mark.parametrize("mode", ["symmetric", "offsets"])
 def test_threads(rng, mode, m):
-    weights = [random_weight(rng, 512, 320, group_size=64, mode=mode) for _ in range(4)]
-    xs = [random_x(rng, (m, 512), "bfloat16") for _ in range(4)]
+    check_threads(rng, m, [random_weight(rng, 512, 320, group_size=64, mode=mode).qt for _ in range(4)])
+
+
+@pytest.mark.parametrize("m", [1, 8, 20, 150])
+def test_threads_of_several_shapes(rng, m):
+    """One kernel with other shared memory in each thread: what a launch needs is not taken back by the next."""
+    shapes = [(1024, 16384), (8192, 4096), (4096, 8192), (3072, 12288)]
+    quantize = jax.jit(lambda key, shape: jw.quantize(jax.random.normal(key, shape), group_size=128), static_argnums=1)
+    check_threads(rng, m, [quantize(jax.random.key(i), shape) for i, shape in enumerate(shapes)])
+
+
+def check_threads(rng, m, weights):
+    xs = [random_x(rng, (m, qt.k), "bfloat16") for qt in weights]
     product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
-    expected = [np.asarray(product(x, w.qt)) for x, w in zip(xs, weights, strict=True)]
+    expected = [np.asarray(product(x, qt)) for x, qt in zip(xs, weights, strict=True)]
     wrong = []
 
     def work(i):
         for repeat in range(25):
-            j = (i + repeat) % 4
-            if not np.array_equal(np.asarray(product(xs[j], weights[j].qt)), expected[j]):
-                wrong.append((i, repeat))
+            j = (i + repeat) % len(weights)
+            try:
+                if not np.array_equal(np.asarray(product(xs[j], weights[j])), expected[j]):
+                    wrong.append((i, repeat))
+            except jax.errors.JaxRuntimeError as error:
+                wrong.append((i, repeat, str(error)))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     for thread in threads:
