@@ -76,8 +76,16 @@ SUITES = {
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
     "every": [case(k, n, m) | {"together": (k, n, m > 64)} for k, n in TABLE[1:3] for m in GRID],
-    "other_architectures": [case(k, n, m) for k, n in TABLE for m in (1, 16, 17, 32, 64, 128, 256, 512, 1024, 4096)]
-    + [case(8192, 8192, m, **scheme) for m in (64, 1024) for scheme in MANY],
+    "other_architectures": [
+        case(k, n, m) | {"together": (k, n), "implementation": "cuda"}
+        for k, n in TABLE
+        for m in (17, 32, 64, 128, 256, 512, 1024, 4096)
+    ]
+    + [
+        case(8192, 8192, m, **scheme) | {"together": tuple(scheme.items()), "implementation": "cuda"}
+        for scheme in MANY
+        for m in (64, 1024)
+    ],
 }
 
 

@@ -196,9 +196,10 @@ class Product:
         copies: Callable[[int], int],
         dense_cache: dict,
         batch: int = 1,
+        implementation: str | None = None,
     ):
         """``copies`` says for a number of bytes how many weights take turns; ``dense_cache`` keeps those of a shape.
-        ``batch`` weights, each with its own activations, are one product."""
+        ``batch`` weights, each with its own activations, are one product; ``implementation`` as in ``matmul``."""
         dtype = jnp.dtype(dtype)
         key, counter = jax.random.key(m), itertools.count()
 
@@ -226,7 +227,8 @@ class Product:
         first = quantized[0]
         xs = [random((*lead, m, k)) for _ in range(2)]
         self.moved = first.nbytes + batch * (m * k + m * n) * dtype.itemsize
-        self.ours = Calls(matmul, [(xs[i % 2], qt) for i, qt in enumerate(quantized)])
+        ours = partial(matmul, implementation=implementation)
+        self.ours = Calls(ours, [(xs[i % 2], qt) for i, qt in enumerate(quantized)])
         self.dense = Calls(jnp.matmul, [(xs[i % 2], w) for i, w in enumerate(dense)])
         self.xla: Calls | None = None
         if xla:
