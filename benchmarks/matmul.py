@@ -1,7 +1,7 @@
 """Times quantized products on a GPU beside the dense product of the same process, into one result file.
 
     python benchmarks/matmul.py [--suite decode large schemes shapes] [--output FILE] [--append]
-    python benchmarks/matmul.py --suite every --rounds 2 --calls 5     every number of tokens, into a file of its own
+    python benchmarks/matmul.py --suite every     every number of tokens, about a second each, into a file of its own
     python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
         kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
 
@@ -12,8 +12,6 @@ the same groups.
 """
 
 import argparse
-import concurrent.futures
-import itertools
 from pathlib import Path
 
 from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
@@ -75,33 +73,17 @@ SUITES = {
     ]
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
-    "every": [case(k, n, m) | {"together": (k, n, m > 64)} for k, n in TABLE[1:3] for m in GRID],
+    "every": [case(k, n, m) for k, n in TABLE[1:3] for m in GRID],
     "other_architectures": [
-        case(k, n, m) | {"together": (k, n), "implementation": "cuda"}
-        for k, n in TABLE
-        for m in (17, 32, 64, 128, 256, 512, 1024, 4096)
-    ]
-    + [
-        case(8192, 8192, m, **scheme) | {"together": tuple(scheme.items()), "implementation": "cuda"}
-        for scheme in MANY
-        for m in (64, 1024)
+        case(k, n, m) | {"implementation": "cuda"} for k, n in TABLE for m in (17, 32, 64, 128, 256, 512, 1024, 4096)
     ],
 }
 
 
-def products_of(cases, dense_cache):
-    """One after the other; of those of one weight that are ``together`` all are compiled at once."""
-
-    def product(options):
-        return Product(**{"xla": False} | options, copies=copies_of, dense_cache=dense_cache)
-
-    for _, same in itertools.groupby(cases, lambda options: options.get("together", id(options))):
-        first, *others = ({key: value for key, value in options.items() if key != "together"} for options in same)
-        made = [product(first)]  # and with it the weights of all
-        if others:
-            with concurrent.futures.ThreadPoolExecutor() as pool:
-                made += pool.map(product, others)
-        yield from made
+def measure(options, rounds, calls, dense_cache):
+    product = Product(**{"xla": False} | options, copies=copies_of, dense_cache=dense_cache)
+    product.measure(rounds, calls)
+    return product.row()
 
 
 def main() -> None:
@@ -121,9 +103,8 @@ def main() -> None:
     rows = kept_rows(args.output, args.append, identity)
     cases = [options for suite in args.suite for options in SUITES[suite]]
     dense_cache: dict = {}
-    for product in progress(products_of(cases, dense_cache), total=len(cases), label="products"):
-        product.measure(args.rounds, args.calls)
-        row = product.row()
+    for options in progress(cases, label="products"):
+        row = measure(options, args.rounds, args.calls, dense_cache)
         rows[tuple(row.get(i) for i in identity)] = row
         save(args.output, list(rows.values()), args.commit)
     for row in rows.values():
