@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
-from jax_wonly._format import TILE_N
+from jax_wonly._format import GROUP_SIZES, TILE_N
 from jax_wonly._quantize import _all_finite, dequantize, jit_within_memory
 from jax_wonly._quantize import quantize as quantize_array
 from jax_wonly._table import name_of
@@ -174,6 +175,8 @@ def choose(
             f"jax_wonly: predicate is a {type(predicate).__name__}; accepted: a function of path and layer."
         )
     choice = True if predicate is None else predicate(path, layer)
+    if isinstance(choice, np.bool_):
+        choice = bool(choice)
     if choice is False:
         return "the predicate says no"
     asked: Mapping[str, Any] = {}
@@ -184,17 +187,26 @@ def choose(
         raise TypeError(f"jax_wonly: predicate returned {choice!r} for {path}; accepted: True, False or a dict.")
     chosen = dict(arguments) | dict(asked)
     size = chosen["group_size"]
-    if isinstance(size, int) and size > 0 and inputs % size and "group_size" not in asked:
+    # Another size is a mistake, not a matter of this layer: check_quantizable tells it.
+    if size in GROUP_SIZES and inputs % size and "group_size" not in asked:
         return f"group_size={size} does not divide its {inputs} inputs"
     return chosen
 
 
-def check_options(options: Mapping[str, Any], where: str) -> None:
-    """Raises a TypeError unless ``jax_wonly.quantize`` has an argument of every name in ``options``."""
-    accepted = list(inspect.signature(quantize_array).parameters)[1:]
+def check_options(options: Mapping[str, Any], where: str, but: tuple[str, ...] = ()) -> None:
+    """Raises a TypeError unless ``jax_wonly.quantize`` takes every one of ``options``, and none is in ``but``."""
+    accepted = [name for name in list(inspect.signature(quantize_array).parameters)[1:] if name not in but]
     for name in options:
         if name not in accepted:
             raise TypeError(f"jax_wonly: {where} has an unknown option {name!r}; accepted: {', '.join(accepted)}.")
+
+
+def check_arguments(arguments: Mapping[str, Any], where: str) -> None:
+    """Raises unless ``jax_wonly.quantize`` takes these arguments for some weight, whatever layers a model has."""
+    check_options(arguments, where)
+    size = arguments["group_size"]
+    k = int(size) if isinstance(size, int | np.integer) and size > 0 else GROUP_SIZES[-1]
+    jax.eval_shape(functools.partial(quantize_array, **arguments), jax.ShapeDtypeStruct((k, TILE_N), jnp.float32))
 
 
 def check_quantizable(plan: Iterable[tuple[str, Any, tuple[int, ...], Mapping[str, Any]]]) -> None:
@@ -206,7 +218,7 @@ def check_quantizable(plan: Iterable[tuple[str, Any, tuple[int, ...], Mapping[st
     """
     checked = set()
     for path, kernel, shape, options in plan:
-        if isinstance(kernel, jax.Array) and not isinstance(kernel, Tracer) and not _all_finite(kernel):
+        if isinstance(kernel, jax.Array | np.ndarray) and not isinstance(kernel, Tracer) and not _all_finite(kernel):
             raise ValueError(f"jax_wonly: the kernel of {path} holds NaN or Inf; accepted: finite values.")
         key = (shape, kernel.dtype, repr(sorted(options.items())))
         if key in checked:

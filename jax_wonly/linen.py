@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 try:
-    from flax import errors, traverse_util
+    from flax import errors, serialization, traverse_util
     from flax import linen as nn
     from flax.core import FrozenDict
     from flax.linen.dtypes import promote_dtype as default_promote_dtype
@@ -37,6 +37,7 @@ from jax_wonly._model import (
     Report,
     SkippedLayer,
     bytes_needed,
+    check_arguments,
     check_options,
     check_quantizable,
     choose,
@@ -154,7 +155,8 @@ def quantize(
     stays dense is listed in ``Report.skipped`` with the reason.
 
     Args:
-      params: the collection ``variables["params"]``.
+      params: the collection ``variables["params"]``, of arrays, or of ``jax.ShapeDtypeStruct``, of which the quantized
+        form is abstract too: what a checkpoint of quantized parameters is restored to.
       bits: 4 or 8.
       group_size: how many inputs share a scale, as in ``jax_wonly.quantize``; inputs of several axes are counted along
         all of them, the last one fastest.
@@ -190,14 +192,12 @@ def quantize(
     """
     if not isinstance(params, Mapping):
         raise TypeError(f"jax_wonly: params is a {type(params).__name__}; accepted: a mapping, variables['params'].")
-    if not isinstance(layers, Mapping | None):
-        raise TypeError(
-            f"jax_wonly: layers is a {type(layers).__name__}; accepted: what jax_wonly.linen.layers returned."
-        )
+    if not isinstance(layers, Mapping | None) or any(not isinstance(one, Layer) for one in (layers or {}).values()):
+        raise TypeError(f"jax_wonly: layers={layers!r}; accepted: what jax_wonly.linen.layers returned.")
     if "params" in params:
         raise ValueError("jax_wonly: params has the entry 'params'; accepted: the parameters, variables['params'].")
     arguments = {"bits": bits, "group_size": group_size, **options}
-    check_options(arguments, "quantize")
+    check_arguments(arguments, "quantize")
     flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(params, keep_empty_nodes=True)
     already = ["/".join(path) for path, value in flat.items() if isinstance(value, QuantizedTensor)]
     if already:
@@ -245,8 +245,12 @@ def quantize(
         for path in sorted(plan, key=lambda path: path != largest):
             name, kernel, chosen = plan[path]
             dense = flat.pop(path)
-            arranged = functools.partial(kernel.arrange, jnp.asarray(dense))
-            weight = quantize_array(arranged(), **chosen)
+            arranged = None
+            if isinstance(dense, jax.ShapeDtypeStruct):
+                weight = jax.eval_shape(lambda w: quantize_array(kernel.arrange(w), **chosen), dense)  # noqa: B023
+            else:
+                arranged = functools.partial(kernel.arrange, jnp.asarray(dense))
+                weight = quantize_array(arranged(), **chosen)
             report = report_layer("/".join(path[:-1]), name, dense, weight, arranged if measure_error else None)
             flat[path] = weight
             del arranged
@@ -497,6 +501,7 @@ def kernel_init(
       A function of key, shape and type that gives a :class:`jax_wonly.QuantizedTensor`.
 
     Raises:
+      TypeError: an option is unknown.
       TypeError, ValueError: the initializer that is returned raises what ``jax_wonly.quantize`` does.
 
     Example:
@@ -504,6 +509,8 @@ def kernel_init(
       >>> draw(jax.random.key(0), (128, 64))
       QuantizedTensor(int8[128, 64], group_size=64, symmetric, scales float32, 8.5 KiB)
     """
+
+    check_options(options, "kernel_init")
 
     def initialize(key, shape, dtype=jnp.float32):
         return quantize_array(initializer(key, shape, dtype), bits=bits, group_size=group_size, **options)
@@ -690,3 +697,22 @@ def _kernel_of(module: Any, shape: tuple[int, ...]) -> QuantizedTensor:
             f"accepted: a quantized one [..., {', '.join(map(str, shape))}]."
         )
     return weight
+
+
+def _to_state_dict(weight: QuantizedTensor) -> dict[str, Any]:
+    return {part: array for part in _PARTS if (array := getattr(weight, part)) is not None}
+
+
+def _from_state_dict(weight: QuantizedTensor, state: dict[str, Any]) -> QuantizedTensor:
+    expected = _to_state_dict(weight)
+    like, found = (
+        {part: (tuple(array.shape), str(array.dtype)) for part, array in arrays.items()} for arrays in (expected, state)
+    )
+    if like != found:
+        raise ValueError(f"jax_wonly: the state of a quantized kernel has the arrays {found}; accepted here: {like}.")
+    return dataclasses.replace(weight, **state)
+
+
+# For flax.serialization.to_bytes and from_bytes, which write state dicts of what they know.
+_PARTS = ("qvalue", "scales", "zeros", "offsets")
+serialization.register_serialization_state(QuantizedTensor, _to_state_dict, _from_state_dict)

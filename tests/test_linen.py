@@ -251,6 +251,8 @@ def test_predicate_and_reasons():
         ({"predicate": lambda path, kernel: {"group_size": 256}}, ValueError, "layer up"),
         ({"bits": 5}, ValueError, "bits"),
         ({"groups": 5}, TypeError, "'groups'"),
+        ({"group_size": 100}, ValueError, "group_size=100 is not supported"),
+        ({"layers": {"up": 3}}, TypeError, "layers={'up': 3}"),
     ],
 )
 def test_bad_arguments(options, error, match):
@@ -273,8 +275,38 @@ def test_bad_trees():
     params = boxed.init(jax.random.key(0), random((2, 64)))["params"]
     _, report = linen.quantize(params)
     assert "nn.unbox" in report.skipped[0].reason
-    with pytest.raises(ValueError, match="NaN"):
-        linen.quantize({"kernel": jnp.full((64, 64), jnp.nan)}, group_size=64)
+    for library in (jnp, np):
+        with pytest.raises(ValueError, match="the kernel of up holds NaN"):
+            linen.quantize({"up": {"kernel": library.full((64, 64), np.nan, np.float32)}}, group_size=64)
+    with pytest.raises(TypeError, match="kernel_init has an unknown option 'modes'"):
+        linen.kernel_init(modes="offsets")
+
+
+def test_checkpoints_restore_quantized_parameters(tmp_path):
+    """Into the abstract form, which ``quantize`` gives without a weight, or by Flax's own serialization."""
+    orbax = pytest.importorskip("orbax.checkpoint")
+    from flax import serialization
+
+    model, x = nn.MultiHeadDotProductAttention(num_heads=4), random((2, 5, 64))
+    variables = model.init(jax.random.key(0), x)
+    options = {"group_size": 32, "mode": "integer_zeros", "layers": linen.layers(model, variables, x)}
+    params, report = linen.quantize(variables["params"], **options)
+    abstract, of_shapes = linen.quantize(jax.eval_shape(model.init, jax.random.key(0), x)["params"], **options)
+    assert [layer.bytes_after for layer in of_shapes.layers] == [layer.bytes_after for layer in report.layers]
+    assert len(report.layers) == 4 and of_shapes.layers[0].relative_error is None
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "params", params)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "params", abstract)
+    read = serialization.from_bytes(params, serialization.to_bytes(params))
+    for found in (restored, read):
+        assert jax.tree.structure(found) == jax.tree.structure(params)
+        jax.tree.map(np.testing.assert_array_equal, found, params)
+    y = linen.apply(model, {"params": params}, x)
+    np.testing.assert_array_equal(linen.apply(model, {"params": read}, x), y)
+    other, _ = linen.quantize(variables["params"], **options | {"group_size": 64})
+    with pytest.raises(ValueError, match="the state of a quantized kernel has the arrays"):
+        serialization.from_bytes(other, serialization.to_bytes(params))
 
 
 def test_a_kernel_that_its_module_cannot_use_is_named():

@@ -329,6 +329,37 @@ def test_generate_errors(checkpoint, tmp_path, capsys):
     assert "more than the 512" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         generate.main(["x", "--tokens", "0"])
+    # Nothing would be quantized: not text that says it is of int4.
+    assert generate.main(["x", "--checkpoint", str(checkpoint[0]), "--group-size", "100"]) == 1
+    assert "group_size=100 is not supported" in capsys.readouterr().err
+    model = (checkpoint[0] / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(model)
+    assert generate.main(["x", "--checkpoint", str(tmp_path)]) == 1
+    assert "tokenizer.json is not there" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert generate.main(["x", "--checkpoint", str(tmp_path)]) == 1
+    assert "is no tokenizer" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes(model[:-1])
+    for program in (generate, perplexity):
+        assert program.main(["--checkpoint", str(tmp_path)]) == 1
+        assert "cannot be read" in capsys.readouterr().err
+
+
+def test_errors_of_the_other_programs(data, checkpoint, tmp_path, monkeypatch, capsys):
+    for argument in ("--tokens", "--batch"):
+        with pytest.raises(SystemExit):
+            perplexity.main([argument, "0"])
+        assert f"{argument} 0 is less than 1" in capsys.readouterr().err
+    monkeypatch.setattr(corpus, "split", lambda: ([], ["a few words"]))
+    assert perplexity.main(["--checkpoint", str(checkpoint[0])]) == 1
+    assert "--batch 4 is more than the 0 windows" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"corpus\.py writes such a file"):
+        train.main(["--data", str(tmp_path / "absent.npz")])
+    for config in ('{"layers": 3}', "[3]", '{"hidden_size": 100, "num_attention_heads": 3}'):
+        with pytest.raises(SystemExit, match="--config"):
+            train.main(["--data", str(data / "corpus.npz"), *TRAIN, "--config", config])
+    with pytest.raises(SystemExit):
+        train.main(["--batch", "0"])
 
 
 def test_stream_ends_and_waits_for_whole_characters(data):

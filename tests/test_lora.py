@@ -202,6 +202,16 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="no nnx.LoRA"):
         merge_lora(model)
     quantize(model, group_size=32)
+    for name, value in (("rank", "4"), ("rank", 4.0), ("rank", True), ("rngs", 0), ("predicate", "0")):
+        with pytest.raises(TypeError, match=name):
+            add_lora(model, **{"rank": 4, "rngs": nnx.Rngs(0), name: value})
+    with pytest.raises(TypeError, match="predicate returned None for layers/0; accepted: True or False"):
+        add_lora(model, 4, predicate=lambda path, layer: None, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="param_dtype=int8"):
+        add_lora(model, 4, param_dtype=jnp.int8, rngs=nnx.Rngs(0))
+    for call in (merge_lora, lambda model: add_lora(model, 4, rngs=nnx.Rngs(0))):
+        with pytest.raises(TypeError, match="model is a dict"):
+            call({})
     with pytest.raises(ValueError, match="rank=0"):
         add_lora(model, 0, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="itself a layer"):
@@ -246,7 +256,8 @@ def test_the_example_trains(tmp_path, monkeypatch, capsys):
     file = tmp_path / "result.json"
     assert example.main(["--limit", "60", "--steps", "4", "--batch", "8", "--json", str(file)]) == 0
     rows = {row["model"]: row for row in json.loads(file.read_text())["rows"]}
-    assert list(rows) == ["dense float32", "int4", "int4 + adapters", "merged into int8", "merged into int4"]
+    assert list(rows) == ["dense float32", "int8", "int4", "int4 + adapters", "merged into int8", "merged into int4"]
+    assert rows["dense float32"]["same"] == 1 and rows["int8"]["same"] > 0.9
     assert rows["dense float32"]["first"] > 0.4 and rows["int4 + adapters"]["first"] > 0.3
     assert rows["int4"]["bytes"] == rows["merged into int4"]["bytes"] < rows["int4 + adapters"]["bytes"]
     assert "4/4 steps" in capsys.readouterr().err

@@ -123,6 +123,19 @@ def test_constructor_refuses_what_it_would_ignore():
         QuantizedLinear.from_linear(nnx.Embed(3, 64, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match="group_size"):
         QuantizedLinear(100, 64, group_size=64, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        QuantizedLinear(64, 64, group_size=64, implementation="fast", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        QuantizedEmbed(64, 64, group_size=64, implementation="fast", rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="unknown option 'modes'; accepted: mode, scale_dtype"):
+        QuantizedLinear(64, 64, quantize_options={"modes": "offsets"}, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="unknown option 'bits'"):
+        QuantizedLinear(64, 64, quantize_options={"bits": 8}, rngs=nnx.Rngs(0))
+    for make in (QuantizedLinear, functools.partial(QuantizedExperts, 2)):
+        with pytest.raises(ValueError, match="activation='tanh'"):
+            make(64, 64, group_size=64, activation="tanh", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="activation='tanh'"):
+        QuantizedLinear.from_linear(linear(64, 64), group_size=64, activation="tanh")
 
 
 def test_quantize_replaces_every_layer_in_place():
@@ -204,6 +217,11 @@ def test_predicate_chooses_and_overrides():
         ({"predicate": lambda path, layer: {"group_size": 64}}, ValueError, "head/layers/2"),
         ({"bits": 5}, ValueError, "bits"),
         ({"mode": "best"}, ValueError, "mode"),
+        ({"group_size": 100}, ValueError, "group_size=100 is not supported; accepted: 32"),
+        ({"group_size": 0}, ValueError, "group_size=0"),
+        ({"group_size": "64"}, TypeError, "group_size='64'"),
+        ({"bits": 3, "predicate": lambda path, layer: False}, ValueError, "bits=3"),
+        ({"predicate": "head"}, TypeError, "predicate is a str"),
         ({"groups": 5}, TypeError, "'groups'"),
     ],
 )
@@ -213,6 +231,14 @@ def test_bad_arguments_change_nothing(options, error, match):
     with pytest.raises(error, match=match):
         quantize(model, **options)
     assert nnx.graphdef(model) == before
+
+
+def test_numpy_numbers_choose_too():
+    model = nnx.Sequential(linear(96, 64), linear(64, 64), linear(64, 64))
+    report = quantize(model, np.int64(4), np.int64(64), lambda path, layer: np.bool_(path != "layers/2"))
+    assert [layer.scheme for layer in report.layers] == ["int4, per channel"]
+    reasons = [s.reason for s in report.skipped]
+    assert reasons == ["group_size=64 does not divide its 96 inputs", "the predicate says no"]
 
 
 def test_a_kernel_with_nan_changes_nothing():

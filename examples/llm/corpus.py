@@ -42,7 +42,7 @@ def documents(packages: tuple[str, ...] = PACKAGES) -> Iterator[tuple[str, str]]
         name = MODULES.get(package, package)
         found = importlib.util.find_spec(name)
         if found is None or not found.submodule_search_locations:
-            raise ModuleNotFoundError(f"{package} is not installed; --packages names those to read")
+            raise ModuleNotFoundError(f"{package} is not installed; corpus.py --packages names those to read")
         roots.append((Path(next(iter(found.submodule_search_locations))), name + "."))
     seen = set()
     for root, prefix in roots:
@@ -101,6 +101,21 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Returns the tokenizer that ``main`` wrote.
+
+    Raises:
+      FileNotFoundError: the file is not there.
+      ValueError: it is no tokenizer.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; examples/llm/corpus.py writes such a file")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more exact
+        raise ValueError(f"{path} is no tokenizer: {error}") from error
+
+
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     """Returns the tokens of all texts in a row, uint16, with an end token after each."""
     end = tokenizer.token_to_id(END)
@@ -119,7 +134,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--packages", nargs="*", default=PACKAGES, help="to read docstrings of (default: %(default)s)")
     args = parser.parse_args(arguments)
     packages = tuple(args.packages)
-    learned, kept = split(packages)
+    try:
+        learned, kept = split(packages)
+    except ModuleNotFoundError as error:
+        sys.exit(f"corpus: {error}")
     if not learned or not kept:
         sys.exit("there is too little text to hold some of it out: name more packages")
     tokenizer = train_tokenizer(learned, args.vocab_size)

@@ -89,7 +89,7 @@ def load(folder: Path, weights: str, group_size: int, mode: str, progress: bool)
     """Returns the checkpoint's model, quantized if asked for, and its tokenizer."""
     # Half the memory on a GPU; few CPUs compute in bfloat16.
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    model = llama.load(folder / "model.safetensors", dtype)
+    model, tokenizer = llama.load(folder / "model.safetensors", dtype), corpus.load_tokenizer(folder / "tokenizer.json")
     bits = WEIGHTS[weights]
     if bits:
         report = jw.nnx.quantize(
@@ -97,7 +97,7 @@ def load(folder: Path, weights: str, group_size: int, mode: str, progress: bool)
         )
         if progress:
             print(report, file=sys.stderr)
-    return model, Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return model, tokenizer
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -324,8 +324,15 @@ def load(path: Path, dtype=jnp.float32, attention: str = "xla") -> Llama:
 
     Raises:
       FileNotFoundError: the file is not there.
-      ValueError: it holds no configuration, or arrays of other shapes.
+      ValueError: it is damaged, or holds no configuration, or arrays of other shapes.
     """
+    try:
+        return _load(path, dtype, attention)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _load(path: Path, dtype, attention: str) -> Llama:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; examples/llm/train.py writes such a file")
     with safetensors.safe_open(path, framework="flax") as checkpoint:

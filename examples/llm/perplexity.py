@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tokenizers import Tokenizer
 
 import corpus
 import jax_wonly as jw
@@ -77,11 +76,18 @@ def variants(model: llama.Llama, quiet: bool) -> list[Variant]:
 
 
 def windows(folder: Path, config: llama.Config, tokens: int, batch: int) -> np.ndarray:
-    """Returns held-out tokens, int32 ``[batches, batch, length + 1]``, from windows spread over all of the text."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """Returns held-out tokens, int32 ``[batches, batch, length + 1]``, from windows spread over all of the text.
+
+    Raises:
+      FileNotFoundError, ModuleNotFoundError: the tokenizer, or a package that the text is of, is not there.
+      ValueError: the text is less than one batch.
+    """
+    tokenizer = corpus.load_tokenizer(folder / "tokenizer.json")
     text = corpus.encode(tokenizer, corpus.split()[1])
     length = config.max_position_embeddings
     count = (len(text) - 1) // length
+    if count < batch:
+        raise ValueError(f"--batch {batch} is more than the {count} windows of {length} tokens that are held out")
     batches = min(-(-tokens // (batch * length)), count // batch)
     chosen = np.unique(np.linspace(0, count - 1, batches * batch).astype(int))
     return text[chosen[:, None] * length + np.arange(length + 1)].reshape(batches, batch, -1).astype(np.int32)
@@ -114,13 +120,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "llm-perplexity.svg")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     args = parser.parse_args(arguments)
+    for name in ("tokens", "batch"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} is less than 1")
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     try:
         model = llama.load(args.checkpoint / "model.safetensors", dtype)
-    except (FileNotFoundError, ValueError) as error:
+        batches = windows(args.checkpoint, model.config, args.tokens, args.batch)
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
         print(f"perplexity: {error}", file=sys.stderr)
         return 1
-    batches = windows(args.checkpoint, model.config, args.tokens, args.batch)
     measured = variants(model, args.quiet)
     for batch in batches if args.quiet else progress(batches, "perplexity", unit="batches"):
         dense = None

@@ -110,6 +110,8 @@ def held_out_batches(tokens: np.ndarray, length: int, batch: int) -> jax.Array:
 
 
 def load_data(path: Path, options: Options) -> tuple[np.ndarray, np.ndarray, dict]:
+    if not path.is_file():
+        sys.exit(f"{path} is not there; examples/llm/corpus.py writes such a file")
     with np.load(path) as data:
         tokens, held_out, about = data["train"], data["held_out"], json.loads(str(data["about"]))
     if len(tokens) < options.length * (options.batch + 1) or len(held_out) <= options.length:
@@ -138,7 +140,10 @@ def train(args: argparse.Namespace, options: Options) -> dict:
     """Returns the log."""
     tokens, held_out, about = load_data(args.data, options)
     on_gpu = jax.default_backend() == "gpu"
-    config = dataclasses.replace(llama.SMALL, vocab_size=about["vocab_size"], **args.config)
+    try:
+        config = dataclasses.replace(llama.SMALL, vocab_size=about["vocab_size"], **args.config)
+    except (TypeError, ValueError) as error:
+        sys.exit(f"--config {args.config}: {error}")
     model = llama.Llama(
         config,
         dtype=jnp.bfloat16 if on_gpu else jnp.float32,
@@ -240,6 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (%(default)s)")
     args = parser.parse_args(arguments)
     options = Options(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Options)})
+    for name in ("batch", "length", "chunk", "warmup"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} is less than 1")
     for name in ("steps", "evaluate", "stop"):
         value = getattr(args, name)
         if value is not None and (value < 1 or value % options.chunk):

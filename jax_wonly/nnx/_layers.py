@@ -13,8 +13,9 @@ from flax.nnx.nn.linear import default_bias_init, default_embed_init, default_ke
 from jax_wonly._contraction import Einsum, Kernel, as_tuple, contract, dense_general
 from jax_wonly._conv_layer import convolve
 from jax_wonly._experts import gather_matmul, ragged_dot
-from jax_wonly._matmul import matmul
-from jax_wonly._model import options_of
+from jax_wonly._ffi import resolve_implementation
+from jax_wonly._matmul import matmul, resolve_activation
+from jax_wonly._model import check_options, options_of
 from jax_wonly._quantize import dequantize
 from jax_wonly._quantize import quantize as quantize_array
 from jax_wonly._take import take_outputs
@@ -131,6 +132,7 @@ class QuantizedLayer(nnx.Module):
         self.precision = precision
         self.promote_dtype = promote_dtype
         self.preferred_element_type = preferred_element_type
+        resolve_implementation(implementation)
         self.implementation = implementation
 
     @classmethod
@@ -150,7 +152,9 @@ class QuantizedLayer(nnx.Module):
     def _quantize(
         self, kernel: jax.Array, bits: int, group_size: int | None, quantize_options: Mapping[str, Any] | None
     ) -> None:
-        weight = quantize_array(kernel, bits=bits, group_size=group_size, **(quantize_options or {}))
+        options = dict(quantize_options or {})
+        check_options(options, "quantize_options", but=("bits", "group_size"))
+        weight = quantize_array(kernel, bits=bits, group_size=group_size, **options)
         self.qvalue = QuantizedParam(weight.qvalue)
         self.scales = QuantizedParam(weight.scales)
         self.zeros = _variable_or_none(weight.zeros)
@@ -268,6 +272,7 @@ class QuantizedLinear(QuantizedLayer):
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = use_bias
+        resolve_activation(activation)
         self.activation = activation
 
     @classmethod
@@ -284,6 +289,7 @@ class QuantizedLinear(QuantizedLayer):
           >>> jw.nnx.QuantizedLinear.from_linear(dense, activation="relu")(jnp.ones((4, 128))).shape
           (4, 64)
         """
+        resolve_activation(activation)
         layer = cls.from_dense(linear, **options)
         layer.activation = activation
         return layer
@@ -717,6 +723,7 @@ class QuantizedConv(QuantizedLayer):
         self.kernel_dilation = kernel_dilation
         self.feature_group_count = feature_group_count
         self.use_bias = use_bias
+        resolve_activation(activation)
         self.activation = activation
 
     @classmethod
@@ -809,6 +816,7 @@ class QuantizedExperts(QuantizedLayer):
         self.in_features = in_features
         self.out_features = out_features
         self.use_bias = use_bias
+        resolve_activation(activation)
         self.activation = activation
 
     @classmethod
@@ -914,6 +922,7 @@ class QuantizedEmbed(QuantizedLayer):
         self.param_dtype = param_dtype
         self.promote_dtype = promote_dtype
         self.precision = precision
+        resolve_implementation(implementation)
         self.implementation = implementation
 
     @classmethod

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.lora import default_a_initializer, default_b_initializer
 
 from jax_wonly._model import LayerReport, Report, check_options, check_quantizable, nbytes, options_of, report_layer
+from jax_wonly._validate import check_float_dtype
 from jax_wonly.nnx._layers import QuantizedLinear, merged_kernel, refuses_merging
 from jax_wonly.nnx._replace import model_bytes, modules, replace
 
@@ -39,6 +41,7 @@ def add_lora(
       The paths of the layers that got an adapter.
 
     Raises:
+      TypeError: an argument is of another type, or ``predicate`` does not return a bool.
       ValueError: ``rank`` is below 1, ``model`` is itself a layer, or none is left that could get an adapter.
 
     Example:
@@ -46,6 +49,16 @@ def add_lora(
       >>> jw.nnx.add_lora(model, rank=4, rngs=nnx.Rngs(1))
       ['layers/0']
     """
+    _check_model(model)
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        raise TypeError(f"jax_wonly: rank={rank!r} is not an integer; accepted: 1 or more.")
+    if not callable(predicate) and predicate is not None:
+        raise TypeError(
+            f"jax_wonly: predicate is a {type(predicate).__name__}; accepted: a function of path and layer."
+        )
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"jax_wonly: rngs is a {type(rngs).__name__}; accepted: nnx.Rngs.")
+    param_dtype = check_float_dtype("param_dtype", param_dtype)
     if rank < 1:
         raise ValueError(f"jax_wonly: rank={rank} is not supported; accepted: 1 or more.")
     if isinstance(model, QuantizedLinear):
@@ -56,7 +69,10 @@ def add_lora(
     plan: dict[int, tuple[str, QuantizedLinear]] = {}
     for path, module in modules(model):
         if isinstance(module, QuantizedLinear) and id(module) not in adapted:
-            if predicate is None or predicate(path, module):
+            choice = True if predicate is None else predicate(path, module)
+            if not isinstance(choice, bool | np.bool_):
+                raise TypeError(f"jax_wonly: predicate returned {choice!r} for {path}; accepted: True or False.")
+            if choice:
                 plan[id(module)] = (path, module)
     if not plan:
         raise ValueError("jax_wonly: model has no QuantizedLinear that could get an adapter; quantize it first.")
@@ -79,6 +95,11 @@ def add_lora(
         return lora, path
 
     return list(replace(model, plan, convert))
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"jax_wonly: model is a {type(model).__name__}; accepted: an nnx.Module.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +144,7 @@ def merge_lora(model: nnx.Module, *, measure_error: bool = True, **options: Any)
       ``W + a @ b``.
 
     Raises:
-      TypeError: an option is unknown.
+      TypeError: ``model`` is no module, or an option is unknown.
       ValueError: ``model`` is itself an adapter (use ``QuantizedLinear.from_lora``) or has none, a base has an
         activation or overrides ``__call__``, or an option does not fit a layer.
 
@@ -133,6 +154,7 @@ def merge_lora(model: nnx.Module, *, measure_error: bool = True, **options: Any)
       >>> jw.nnx.merge_lora(model, bits=8).layers[0].scheme
       'int8, per channel'
     """
+    _check_model(model)
     check_options(options, "merge_lora")
     if isinstance(model, nnx.LoRA):
         raise ValueError(

@@ -15,7 +15,7 @@ from jax_wonly._model import (
     Report,
     SkippedLayer,
     bytes_needed,
-    check_options,
+    check_arguments,
     check_quantizable,
     choose,
     name_done,
@@ -97,7 +97,7 @@ def quantize(
             "each layer with predicate."
         )
     arguments = {"bits": bits, "group_size": group_size, **options}
-    check_options(arguments, "quantize")
+    check_arguments(arguments, "quantize")
     model_bytes_before = model_bytes(model)
 
     plan, skipped = _plan(model, arguments, predicate, embeddings)
