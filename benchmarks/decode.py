@@ -95,7 +95,9 @@ def build(config: llama.Config, bits: int | None, group_size: int, prompt: str, 
 
     def quantize(module: nnx.Module) -> None:
         if bits:
-            jw.nnx.quantize(module, bits, group_size, measure_error=False)
+            report = jw.nnx.quantize(module, bits, group_size, measure_error=False)
+            if any(layer.type == "Linear" for layer in report.skipped):
+                raise ValueError(f"not every layer can be quantized:\n{report}")
 
     quantize(model)
     for _ in progress(range(config.num_hidden_layers), "make weights", unit="layers"):
@@ -229,6 +231,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured again")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
     args = parser.parse_args(arguments)
+    if min([args.rounds, *(args.batch or ())]) < 1:
+        parser.error("--rounds and --batch must be 1 or more")
     device = jax.devices()[0]
     if device.platform != "gpu" and not args.small:
         sys.exit(f"benchmarks/decode.py needs an NVIDIA GPU or --small; JAX has {device.platform}")

@@ -182,6 +182,8 @@ def search(options: argparse.Namespace) -> tuple[list[Result], int]:
             report = jw.nnx.quantize(
                 model, bits=bits, group_size=options.group_size, mode=options.mode, progress=not options.json
             )
+            if any(layer.type == "Linear" for layer in report.skipped):
+                raise ValueError(f"not every layer can be quantized:\n{report}")
             held = linear_bytes - report.bytes_before + report.bytes_after
         encoder = Encoder(model, tokenizer, options.batch)
         file = None if options.no_cache else cache_file(options, name, dtype, passages)
@@ -296,7 +298,11 @@ def main(arguments: list[str] | None = None) -> int:
     except FileNotFoundError as error:
         print(f"semantic_search: {error}", file=sys.stderr)
         return 1
-    results, passages = search(options)
+    try:
+        results, passages = search(options)
+    except ValueError as error:
+        print(f"semantic_search: {error}", file=sys.stderr)
+        return 1
     if options.json:
         print(to_json(results, passages, options.question))
     else:

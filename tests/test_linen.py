@@ -280,6 +280,11 @@ def test_bad_trees():
             linen.quantize({"up": {"kernel": library.full((64, 64), np.nan, np.float32)}}, group_size=64)
     with pytest.raises(TypeError, match="kernel_init has an unknown option 'modes'"):
         linen.kernel_init(modes="offsets")
+    for call in (linen.layers, linen.apply):
+        with pytest.raises(TypeError, match="model is a dict"):
+            call({}, variables, random((2, 64)))
+    with pytest.raises(ValueError, match="variables hold quantized kernels"):
+        linen.layers(MLP(), {"params": quantized}, random((2, 64)))
 
 
 def test_checkpoints_restore_quantized_parameters(tmp_path):

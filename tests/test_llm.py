@@ -409,6 +409,10 @@ def test_decode_benchmark_runs_without_a_gpu(tmp_path, capsys):
         assert row["tokens_per_s"] > 0 and row["speedup"] > 0
         assert row["peak_bytes"] > row["weight_bytes"] > 0
     assert rows["int4", "decode"]["weight_bytes"] < 0.35 * rows["bf16", "decode"]["weight_bytes"]
+    with pytest.raises(ValueError, match="group_size=256 does not divide its 128 inputs"):
+        benchmark.build(dataclasses.replace(benchmark.SMALL, hidden_size=128), 4, 256, "xla", "xla")
+    with pytest.raises(SystemExit):
+        benchmark.main([*options, "--batch", "0"])
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
         benchmark.main(["--output", str(output)])
 
