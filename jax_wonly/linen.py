@@ -727,4 +727,4 @@ def _from_state_dict(weight: QuantizedTensor, state: dict[str, Any]) -> Quantize
 
 # For flax.serialization.to_bytes and from_bytes, which write state dicts of what they know.
 _PARTS = ("qvalue", "scales", "zeros", "offsets")
-serialization.register_serialization_state(QuantizedTensor, _to_state_dict, _from_state_dict)
+serialization.register_serialization_state(QuantizedTensor, _to_state_dict, _from_state_dict, override=True)

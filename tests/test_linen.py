@@ -396,6 +396,27 @@ def test_quantized_dense_is_dense_then_quantized():
         layer.apply({"params": params}, x)
 
 
+def test_lifted_quantized_dense():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return x + linen.QuantizedDense(64, group_size=32, name="dense")(x), None
+
+    lift = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    chain, side = nn.scan(nn.remat(Block), length=3, **lift)(), nn.vmap(Block, in_axes=(0, None), **lift)()
+    x = random((2, 64))
+    variables = chain.init(jax.random.key(0), x, None)
+    weights = np.asarray(variables["params"]["dense"]["kernel"].dequantize(), np.float64)
+    assert weights.shape == (3, 64, 64) and not np.array_equal(weights[0], weights[1])
+    y = np.asarray(x, np.float64)
+    for weight in weights:
+        y = y + y @ weight
+    np.testing.assert_allclose(jax.jit(chain.apply)(variables, x, None)[0], y, **CLOSE)
+    xs = random((3, 2, 64))
+    y = np.asarray(xs, np.float64) + np.asarray(xs, np.float64) @ weights
+    np.testing.assert_allclose(side.apply(variables, xs, None)[0], y, **CLOSE)
+
+
 def test_dot_general_hook_needs_no_interception():
     def dense(dot_general_cls=linen.DotGeneral):
         return nn.Dense(
