@@ -16,7 +16,9 @@ weights; all functions take turns. Microseconds:
 With ``--gradient`` the same of the gradients of the activations, the products with transposed weights.
 
 ``gbps`` counts the weights and scales of the touched experts, activations and results once; ``share`` is that of the
-``gbps`` of one product with 8192 x 28672 weights and one token (``stream_gbps``).
+``gbps`` of one product with 8192 x 28672 weights and one token (``stream_gbps``). ``floor_ratio`` is the longer of
+``flops_us`` and the time of the bytes at ``stream_gbps``, over ours: with tens of rows of an expert weights alone take
+longer than their products.
 """
 
 import argparse
@@ -148,7 +150,9 @@ def measure(
     )
     us = {name: None if timer is None else round(timer.us, 2) for name, timer in running.items()}
     ours = us["us"]
-    gbps = (nbytes + 2 * tokens * top_k * (k + n)) / ours * 1e-3
+    nbytes += 2 * tokens * top_k * (k + n)
+    gbps = nbytes / ours * 1e-3
+    floor_us = max(us["flops_us"] or 0.0, nbytes / stream * 1e-3)
 
     def ratio(name: str):
         return None if us[name] is None else round(us[name] / ours, 3)
@@ -167,6 +171,7 @@ def measure(
         "ratio": ratio("dense_us"),
         "loop_ratio": ratio("loop_us"),
         "flops_ratio": ratio("flops_us"),
+        "floor_ratio": round(floor_us / ours, 3),
         "gbps": round(gbps, 1),
         "share": round(gbps / stream, 3),
         "kernel": running["us"].kernel,

@@ -64,6 +64,29 @@ def test_many_experts_and_rows(rng, experts, rows, dtype):
     assert_rows(shuffled, x[order], weight, ids[order], implementation=held_to(x, rows, experts))
 
 
+@pytest.mark.parametrize("experts", [3, 100, 200])
+@pytest.mark.parametrize("group_size", [128, None])
+def test_one_or_two_rows(rng, experts, group_size):
+    """Rows so few that every CTA finds its own without a plan: ids, sizes, and sizes that add up to more."""
+    one = random_weight(rng, 384, 200, group_size=group_size, lead=(7,))
+    of = rng.integers(0, 7, experts)
+    weight = Weight(jax.tree.map(lambda a: a[of], one.qt), one.dense[of], one.magnitude[of])
+    for rows in (1, 2, 5, 33):
+        x = random_x(rng, (rows, 384), "bfloat16")
+        sizes, ids = sizes_of(rng, experts, rows)
+        more = sizes * 1000 + rng.integers(-1, 2, experts).astype(np.int32)
+        cut = np.repeat(np.arange(experts), np.maximum(more, 0))[:rows]
+        of_more = np.concatenate([cut, np.full(rows - len(cut), -1)])
+        for counts, wanted in ((sizes, ids), (more, of_more)):
+            y = jw.ragged_dot(x, weight.qt, jnp.asarray(counts), implementation="cuda")
+            assert_rows(y, x, weight, wanted)
+            np.testing.assert_array_equal(jw.ragged_dot(x, weight.qt, jnp.asarray(counts), implementation="cuda"), y)
+        ids = rng.integers(-1, experts + 1, rows).astype(np.int32)
+        ids[rows // 2 :] = ids[0]
+        y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda")
+        assert_rows(y, x, weight, ids)
+
+
 def test_scales_of_any_size(rng):
     """Groups without weight, and with far larger or smaller ones than their neighbours."""
     weight = random_weight(rng, 1024, 64, group_size=128, mode="integer_zeros", lead=(2,))
