@@ -1,6 +1,6 @@
 """Runs on the CPU unless GPU tests are asked for (``-m gpu``), with inputs drawn from one printed seed.
 
-Of a large cross product of parameters an eighth is run, which the seed chooses; all of it with JAX_WONLY_ALL_CASES=1.
+Of a large cross product of parameters a twelfth is run, which the seed chooses; all of it with JAX_WONLY_ALL_CASES=1.
 """
 
 import collections
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config, items):
     dropped = [
         item
         for item in items
-        if cases[test_of[item]] >= _LARGE and zlib.crc32(f"{os.environ[_SEED]}:{item.nodeid}".encode()) % 8
+        if cases[test_of[item]] >= _LARGE and zlib.crc32(f"{os.environ[_SEED]}:{item.nodeid}".encode()) % 12
     ]
     config.hook.pytest_deselected(items=dropped)
     left_out = set(dropped)
