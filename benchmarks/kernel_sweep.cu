@@ -26,6 +26,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/matmul_decode.h"
@@ -36,15 +37,6 @@
 #include "layout.h"
 
 using namespace wonly;
-
-#define CHECK(call)                                                                                   \
-  do {                                                                                                \
-    cudaError_t error_ = (call);                                                                      \
-    if (error_ != cudaSuccess) {                                                                      \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-      std::exit(2);                                                                                   \
-    }                                                                                                 \
-  } while (0)
 
 __device__ uint32_t hash(uint64_t i) {
   i = (i ^ (i >> 30)) * 0xbf58476d1ce4e5b9ull;

@@ -70,11 +70,9 @@ def row_of(case: tuple, record: dict[str, str], units: dict[str, str]) -> dict:
         row[name] = int(value) if name == "registers" else round(value, digits)
     waits: dict[str, float] = {}
     for column, text in record.items():
-        if (
-            found := re.match(STALLED + r"(?!selected|not_selected)(\w+?)(_not_issued)?_per_issue_active", column)
-        ) and text:
-            if not found[2]:
-                waits[found[1]] = number(text)
+        found = re.match(STALLED + r"(?!selected|not_selected|\w+_not_issued)(\w+)_per_issue_active", column)
+        if found and text:
+            waits[found[1]] = number(text)
     total = sum(waits.values())
     largest = sorted(waits.items(), key=lambda item: -item[1])[:3]
     row["waits"] = ", ".join(f"{name.replace('_', ' ')} {100 * value / total:.0f}%" for name, value in largest)

@@ -40,16 +40,6 @@ __device__ __forceinline__ void load_once(uint4& to, const void* global, bool wa
       : "l"(global), "r"(static_cast<int>(wanted)));
 }
 
-// The first `bytes` of 16, and zeros for the others.
-__device__ __forceinline__ void cp_async_some(void* shared, const void* global, int bytes) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
-               : "memory");
-#else
-  __trap();
-#endif
-}
-
 // Four 8 x 8 matrices of 16-bit numbers, whose rows are where lanes 8i .. 8i + 7 say for matrix i: lane 4g + t gets
 // columns 2t and 2t + 1 of row g.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t row) {

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../../benchmarks/check.h"
 #include "abi.h"
 #include "cuda/conv.h"
 #include "cuda/matmul.h"
@@ -27,15 +28,6 @@
 #include "layout.h"
 
 using namespace wonly;
-
-#define CHECK(call)                                                                                   \
-  do {                                                                                                \
-    cudaError_t error_ = (call);                                                                      \
-    if (error_ != cudaSuccess) {                                                                      \
-      std::fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
-      std::exit(2);                                                                                   \
-    }                                                                                                 \
-  } while (0)
 
 namespace {
 

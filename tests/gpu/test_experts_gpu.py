@@ -67,7 +67,7 @@ def test_many_experts_and_rows(rng, experts, rows, dtype):
 @pytest.mark.parametrize("experts", [3, 100, 200])
 @pytest.mark.parametrize("group_size", [128, None])
 def test_one_or_two_rows(rng, experts, group_size):
-    """Rows so few that every CTA finds its own without a plan: ids, sizes, and sizes that add up to more."""
+    """Few rows among many experts: ids, sizes, and sizes that add up to more."""
     one = random_weight(rng, 384, 200, group_size=group_size, lead=(7,))
     of = rng.integers(0, 7, experts)
     weight = Weight(jax.tree.map(lambda a: a[of], one.qt), one.dense[of], one.magnitude[of])
