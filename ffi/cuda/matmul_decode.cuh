@@ -30,6 +30,7 @@
 #include "cuda/matmul_decode.h"
 #include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
+#include "cuda/ragged_plan.cuh"
 #include "layout.h"
 
 namespace wonly::decode {
@@ -53,6 +54,16 @@ struct Params {
   int log2_group_blocks;       // group size = 32 << this
   bool aligned_x;              // pairs of a row of x are
   int partial_at, total_at;    // in shared memory
+};
+
+// Which tokens a CTA has: those of an entry of the batch, or a tile of a ragged product's plan.
+struct Consecutive {
+  static constexpr bool kRagged = false;
+};
+struct Ragged {
+  static constexpr bool kRagged = true;
+  ragged::Work work;
+  int plan_at;  // in shared memory: what finding a tile takes
 };
 
 // Columns of the product, as many as the smallest wgmma has: every digit of every token is one, the rest are dropped.
@@ -244,8 +255,15 @@ __device__ __forceinline__ bool prepare(const Pairs<S::kDigits>& x, bool bf16, b
   return finite;
 }
 
-template <typename S>
-__global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_constant__ Params params) {
+// a / b for 0 <= a < kMostDivided and 0 < b: the half keeps the quotient further from an integer than its error.
+constexpr int kMostDivided = 1 << 21;
+__device__ __forceinline__ int divide(int a, int b) {
+  return static_cast<int>(__fdividef(static_cast<float>(a) + 0.5f, static_cast<float>(b)));
+}
+
+template <typename S, typename Tokens>
+__global__ void __launch_bounds__(S::kThreads, 1)
+    decode_matmul(const __grid_constant__ Params params, const __grid_constant__ Tokens source) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kAhead = S::kAhead;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -258,18 +276,56 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
   const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
   const int rank = ptx::cluster_rank();
   const int part = ptx::cluster_index();
-  const int64_t batch = blockIdx.y;
-  const int tokens = static_cast<int>(args.m);
+  int64_t batch = blockIdx.y;
+  int tokens = static_cast<int>(args.m);
   const int inputs = static_cast<int>(args.k);
 
-  const int first_atom = part * params.atoms_each + min(part, params.atoms_over);
-  const int end_atom = first_atom + params.atoms_each + (part < params.atoms_over);
+  int first_atom = part * params.atoms_each + min(part, params.atoms_over);
+  int end_atom = first_atom + params.atoms_each + (part < params.atoms_over);
   const int first_stage = rank * params.stages_each;
   const int stages = min(params.stages_each, (inputs + kStageK - 1) / kStageK - first_stage);
   // This warpgroup's stages: every kWarpgroups-th of them.
   const int count = (stages - warpgroup + S::kWarpgroups - 1) / S::kWarpgroups;
   const int padded_count = (count + kAhead - 1) / kAhead * kAhead;
   const int k_tiles = (inputs + tile_k(S::kBits) - 1) / tile_k(S::kBits);
+
+  ragged::OneTile rows;
+  int repeat = 1;
+  if constexpr (Tokens::kRagged) {
+    // The tiles that there are share all CTAs, those of a tile its outputs.
+    int parts = 1, part_of_tile = 0;
+    const auto pick = [&](int tiles) {
+      parts = divide(static_cast<int>(gridDim.x), tiles);
+      const int tile = divide(static_cast<int>(blockIdx.x), parts);
+      part_of_tile = static_cast<int>(blockIdx.x) - tile * parts;
+      return tile;
+    };
+    const int id = ragged::load_id(source.work);
+    if (!ragged::find_tile(source.work, id, pick, shared + source.plan_at, &rows)) return;
+    first_atom = divide(params.atoms_each * part_of_tile, parts);
+    end_atom = divide(params.atoms_each * (part_of_tile + 1), parts);
+    if (first_atom == end_atom) return;
+    batch = rows.expert;
+    tokens = rows.rows;
+    repeat = source.work.repeat;
+    if (rows.expert < 0) {
+      const int outputs = min((end_atom - first_atom) * kAtomN, static_cast<int>(args.n) - first_atom * kAtomN);
+      for (int i = threadIdx.x; i < outputs * tokens; i += S::kThreads) {
+        const int64_t row = rows.row(i / outputs);
+        store_element(args.y, row * args.n + first_atom * kAtomN + i % outputs, 0.f, args.y_dtype);
+      }
+      return;
+    }
+  }
+  const auto row_of = [&](int token) {
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows.row(token));
+    return static_cast<int64_t>(token);
+  };
+  const auto x_row_of = [&](int token) {
+    if constexpr (Tokens::kRagged)
+      return static_cast<int64_t>(repeat == 1 ? rows.row(token) : rows.row(token) / repeat);
+    return static_cast<int64_t>(token);
+  };
 
   const uint32_t* const qw = args.qw + batch * args.qw_batch_stride;
 
@@ -293,7 +349,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
   const auto load_task = [&](Pairs<S::kDigits>& x, int task) {
     const int of_tokens = task / 4, token = of_tokens < x_blocks ? 0 : 1, block = of_tokens - token * x_blocks;
     if (task < tasks) {
-      x.load(args, x_at + token * args.k + block * kBlockK, t, x_left - block * kBlockK, params.aligned_x);
+      x.load(args, x_at + x_row_of(token) * args.k + block * kBlockK, t, x_left - block * kBlockK, params.aligned_x);
     }
   };
   Pairs<S::kDigits> x{}, next_x{};
@@ -485,10 +541,10 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
       }
       if (not_finite[token] != 0 && n < args.n) {
         const int64_t k_begin = static_cast<int64_t>(first_stage) * kStageK;
-        value = exact_sum(args, batch, token, n, k_begin, min(k_begin + stages * kStageK, args.k));
+        value = exact_sum(args, batch, x_row_of(token), n, k_begin, min(k_begin + stages * kStageK, args.k));
       }
       if (params.cluster == 1) {
-        finish(args, batch, token, n, value);
+        finish(args, batch, row_of(token), n, value);
       } else {
         total[token * part_rows + (pass_atom - first_atom) * kAtomN + row_of_pass] = value;
       }
@@ -504,7 +560,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
       for (int other = 0; other < params.cluster; ++other) {
         value += ptx::load_shared_of_rank(total + token * part_rows + row, other);
       }
-      finish(args, batch, token, static_cast<int64_t>(first_atom) * kAtomN + row, value);
+      finish(args, batch, row_of(token), static_cast<int64_t>(first_atom) * kAtomN + row, value);
     }
     ptx::cluster_leave();
   }
@@ -513,8 +569,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) decode_matmul(const __grid_con
 #endif
 }
 
-template <typename S>
-cudaError_t launch_shape(Params params, const Config& config, int shared_bytes, cudaStream_t stream) {
+template <typename S, typename Tokens>
+cudaError_t launch_shape(Params params, Tokens source, const Config& config, int shared_bytes, cudaStream_t stream) {
   const int64_t stages = ceil_div(params.args.k, kStageK);
   const int64_t atoms = ceil_div(params.args.n, kAtomN);
   params.cluster = config.cluster;
@@ -525,22 +581,30 @@ cudaError_t launch_shape(Params params, const Config& config, int shared_bytes, 
   params.partial_at = params.stages_each * S::kStageBytes;
   params.total_at = params.partial_at + S::kWarpgroups * kTileN * kColumns * 4;
   const int64_t part_rows = (params.atoms_each + (params.atoms_over > 0)) * kAtomN;
-  const int64_t total = config.cluster > 1 ? params.args.m * part_rows * 4 : 0;
-  if (params.total_at + total > shared_bytes) return cudaErrorInvalidConfiguration;
+  int64_t more = config.cluster > 1 ? params.args.m * part_rows * 4 : 0;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(config.parts * config.cluster), static_cast<unsigned>(params.args.batch));
+  if constexpr (Tokens::kRagged) {
+    source.plan_at = params.total_at;
+    more = ragged::tile_bytes(source.work);
+    if (atoms * config.parts >= kMostDivided) return cudaErrorInvalidConfiguration;
+    params.atoms_each = static_cast<int>(atoms);
+    shape.grid = dim3(static_cast<unsigned>(config.parts));
+  }
+  if (params.total_at + more > shared_bytes) return cudaErrorInvalidConfiguration;
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
-  shape.shared_bytes = params.total_at + static_cast<int>(total);
-  return launch_kernel(decode_matmul<S>, shape, stream, params);
+  shape.shared_bytes = params.total_at + static_cast<int>(more);
+  return launch_kernel(decode_matmul<S, Tokens>, shape, stream, params, source);
 }
 
-template <int kBits, int kDigits>
-cudaError_t launch_digits(const Params& params, const Config& config, int shared_bytes, cudaStream_t stream) {
+template <int kBits, int kDigits, typename Tokens>
+cudaError_t launch_digits(const Params& params, const Tokens& source, const Config& config, int shared_bytes,
+                          cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const auto launch = [&](auto scale_size, auto shift_size) {
-    return launch_shape<Shape<kBits, kDigits, scale_size.value, shift_size.value>>(params, config, shared_bytes,
-                                                                                   stream);
+    using S = Shape<kBits, kDigits, scale_size.value, shift_size.value>;
+    return launch_shape<S>(params, source, config, shared_bytes, stream);
   };
   const auto of_scales = [&](auto scale_size) {
     const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
@@ -553,15 +617,20 @@ cudaError_t launch_digits(const Params& params, const Config& config, int shared
                                              : of_scales(std::integral_constant<int, 4>{});
 }
 
-template <int kBits>
-cudaError_t launch_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
+template <int kBits, typename Tokens>
+cudaError_t launch_bits(const MatmulArgs& args, const Tokens& source, const Config& config, int shared_bytes,
+                        cudaStream_t stream) {
   Params params{};
   params.args = args;
   const int log2 = log2_group_blocks(args);
   params.log2_group_blocks = log2 < 0 ? kNoGroups : log2;
   params.aligned_x = args.k % 2 == 0;
-  return args.x_dtype == DType::kF32 ? launch_digits<kBits, 4>(params, config, shared_bytes, stream)
-                                     : launch_digits<kBits, 3>(params, config, shared_bytes, stream);
+  if (args.x_dtype != DType::kF32) return launch_digits<kBits, 3>(params, source, config, shared_bytes, stream);
+  if constexpr (!Tokens::kRagged) {
+    return launch_digits<kBits, 4>(params, source, config, shared_bytes, stream);
+  } else {
+    return cudaErrorNotSupported;
+  }
 }
 
 }  // namespace wonly::decode

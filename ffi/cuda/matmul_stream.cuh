@@ -42,8 +42,7 @@ constexpr int kBlockK = 32;            // inputs of the smallest group
 constexpr int kStageBlocks = kStageK / kBlockK;
 constexpr int kMaxDepth = 8;
 constexpr int kRotation = 3;
-constexpr int kTileRowBytes = 16 * 4;  // of a ragged product
-constexpr int64_t kMostTiles = 65535;  // and of one launch of it
+constexpr int64_t kMostTiles = 65535;  // of one launch of a ragged product
 
 struct Params {
   MatmulArgs args;
@@ -70,7 +69,7 @@ struct Ragged {
   static constexpr bool kTable = false;
   ragged::Work work;
   int first_tile;  // of this launch
-  int plan_at;     // in shared memory: the rows of the tile, then the plan
+  int plan_at;     // in shared memory: what finding a tile takes
 };
 
 __host__ __device__ constexpr int weight_bytes(int atoms, int bits) {
@@ -259,36 +258,32 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const int64_t m0 = static_cast<int64_t>(blockIdx.y) * (8 * kTokenTiles);
   int64_t batch = blockIdx.z;
   int tokens = static_cast<int>(min(static_cast<int64_t>(8 * kTokenTiles), args.m - m0));
-  const int* rows = nullptr;  // of the result
+  ragged::OneTile rows;
   int repeat = 1;
   if constexpr (Tokens::kRagged) {
-    int* const of_tile = reinterpret_cast<int*>(shared + source.plan_at);
-    const ragged::Plan plan = ragged::get_plan(source.work, shared + source.plan_at + kTileRowBytes);
+    const int id = ragged::load_id(source.work);
     const int tile = source.first_tile + static_cast<int>(blockIdx.y);
-    if (tile >= plan.tile_count) return;  // all CTAs of a cluster
-    const ragged::Span span = ragged::find_span(plan, tile);
-    const int first = (tile - span.first_tile) * (8 * kTokenTiles);
-    batch = span.expert;
-    tokens = min(8 * kTokenTiles, span.rows - first);
-    rows = of_tile;
+    if (!ragged::find_tile(source.work, id, tile, shared + source.plan_at, &rows)) return;  // all CTAs of a cluster
+    batch = rows.expert;
+    tokens = rows.rows;
     repeat = source.work.repeat;
-    if (threadIdx.x < tokens) of_tile[threadIdx.x] = plan.row(span.first + first + threadIdx.x);
-    __syncthreads();
-    if (span.expert < 0) {
+    if (rows.expert < 0) {
       if (rank != 0) return;
       for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
         const int64_t n = n0 + i % kRows;
-        if (n < args.n) store_element(args.y, rows[i / kRows] * args.n + n, 0.f, args.y_dtype);
+        if (n < args.n)
+          store_element(args.y, static_cast<int64_t>(rows.row(i / kRows)) * args.n + n, 0.f, args.y_dtype);
       }
       return;
     }
   }
   const auto row_of = [&](int token) {
-    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows[token]);
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows.row(token));
     return m0 + token;
   };
   const auto x_row_of = [&](int token) {
-    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows[token] / repeat);
+    if constexpr (Tokens::kRagged)
+      return static_cast<int64_t>(repeat == 1 ? rows.row(token) : rows.row(token) / repeat);
     return m0 + token;
   };
 
@@ -306,8 +301,11 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const int stages = static_cast<int>(ceil_div(args.k, kStageK));
   const int runs = params.cluster * warps;
   const int run = rank * warps + warp;
-  const int first_stage = static_cast<int>(static_cast<int64_t>(stages) * run / runs);
-  const int end_stage = static_cast<int>(static_cast<int64_t>(stages) * (run + 1) / runs);
+  const auto runs_before = [&](int count) {
+    if constexpr (Tokens::kRagged) return static_cast<int>(static_cast<uint32_t>(stages) * count / runs);
+    return static_cast<int>(static_cast<int64_t>(stages) * count / runs);
+  };
+  const int first_stage = runs_before(run), end_stage = runs_before(run + 1);
   const int stage_count = end_stage - first_stage;
   // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share
   // memory channels: each begins somewhere else in its run, and wraps around.
@@ -615,7 +613,7 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   int tokens = 8 * kTokenTiles, plan_bytes = 0;
   if constexpr (Tokens::kRagged) {
     tokens = std::min(tokens, source.work.m);
-    plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
+    plan_bytes = ragged::tile_bytes(source.work);
   } else {
     tokens = static_cast<int>(std::min<int64_t>(args.m, tokens));
   }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/device.h"
+#include "cuda/matmul_decode.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ragged.h"
@@ -14,6 +15,7 @@ namespace {
 
 // Rows of an expert, were they spread evenly, from which on the kernels for more of them are faster.
 constexpr int64_t kWarpgroupRows = 8, kTiledRows = 48;
+constexpr int64_t kDecodeInputs = 1024;
 
 cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   stream::Config config{};
@@ -30,7 +32,9 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
   // or four warps, whichever share the inputs out more evenly.
   const int64_t each = ceil_div(ctas * config.cluster, device.multiprocessors);
   const int few = ceil_div(stages, 3) * 3 < ceil_div(stages, 4) * 4 ? 3 : 4;
-  config.warps = each >= 3 ? few : each == 2 || config.token_tiles == 2 ? 8 : 16;
+  // Eight of two, where they leave no more places empty in the last round than four.
+  const bool small = config.token_tiles == 1 && ceil_div(each, 8) * 8 == ceil_div(each, 4) * 4;
+  config.warps = each >= 3 ? (small ? 2 : few) : each == 2 || config.token_tiles == 2 ? 8 : 16;
   ragged::Work work;
   cudaError_t error = ragged::plan(args, 8 * config.token_tiles, false, shared_share(device, 1), stream, &work);
   if (error != cudaSuccess) return error;
@@ -46,6 +50,26 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
   return error;
 }
 
+// cudaErrorInvalidConfiguration where the kernel does not take `args`, or is not expected to be faster.
+cudaError_t launch_decode(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
+  MatmulArgs one = args.product;
+  one.m = 1;
+  // It reads the weights again for every two rows, of which few experts may have more; four warpgroups share the
+  // inputs.
+  const int64_t most = args.product.k >= kDecodeInputs
+                           ? std::max(std::min<int64_t>(2 * args.experts, 16), args.experts / 4)
+                           : args.experts / 16;
+  if (device.architecture != 90 || args.m > std::min<int64_t>(most, device.multiprocessors) ||
+      args.product.x_dtype == DType::kF32 || !decode::supports(one)) {
+    return cudaErrorInvalidConfiguration;
+  }
+  ragged::Work work;
+  const int shared = shared_share(device, 1);
+  const cudaError_t error = ragged::plan(args, decode::kMaxTokens, false, shared, stream, &work);
+  return error == cudaSuccess ? decode::launch_ragged(args.product, work, device.multiprocessors, shared, stream)
+                              : error;
+}
+
 }  // namespace
 
 cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
@@ -58,7 +82,8 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   const bool tiled = in_order && (table || args.m >= kTiledRows * args.experts) && ragged_tiled::supports(args.product);
   if (table && !tiled) return cudaErrorNotSupported;
   if (!tiled && !(in_order && args.m >= kWarpgroupRows * args.experts && ragged_warpgroup::supports(args.product))) {
-    return launch_stream(args, device, stream);
+    const cudaError_t error = launch_decode(args, device, stream);
+    return error == cudaErrorInvalidConfiguration ? launch_stream(args, device, stream) : error;
   }
   ragged::Work work;
   cudaError_t error = ragged::plan(args, tiled ? ragged_tiled::kTileRows : ragged_warpgroup::kTileRows, ids,

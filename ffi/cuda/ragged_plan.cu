@@ -8,83 +8,41 @@
 namespace wonly::ragged {
 namespace {
 
-constexpr int kWarps = 32;
+constexpr int kThreads = 1024;
 
-// One CTA puts the rows in the order of their experts, keeping that of an expert's rows: every warp counts a run of
-// them, and places it behind those of the warps before. `bins`: of `warps` warps, experts + 1 each, then as many again.
-__global__ void __launch_bounds__(kWarps * 32)
-    plan_kernel(const __grid_constant__ Work work, int warps, int* far_bins) {
+// One CTA puts the rows in the order of their experts; those of an expert in any order, on which no result depends.
+// `bins`: rows of each expert and of none, then where the next one of each goes.
+__global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ Work work, int* far_bins) {
   extern __shared__ __align__(16) int near_bins[];
-  int* const bins = far_bins != nullptr ? far_bins : near_bins;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Span* const spans = reinterpret_cast<Span*>(work.counts + 1);
   int* const order = reinterpret_cast<int*>(spans + work.experts + 1);
   if (work.row_mode == RowMode::kSizes) {
-    if (warp == 0) plan_sizes(work.rows, work.experts, work.m, work.tile_rows, spans, work.counts, nullptr);
+    if (threadIdx.x < 32) plan_sizes(work.rows, work.experts, work.m, work.tile_rows, spans, work.counts, nullptr);
     return;
   }
-  const int experts = work.experts, stride = experts + 1;
-  int* const sizes = bins + static_cast<int64_t>(warps) * stride;
-  int* const mine = bins + static_cast<int64_t>(warp) * stride;
-  for (int64_t i = threadIdx.x; i < static_cast<int64_t>(warps) * stride; i += blockDim.x) bins[i] = 0;
+  const int experts = work.experts;
+  int* const bins = far_bins != nullptr ? far_bins : near_bins;
+  int* const next = bins + experts + 1;
+  for (int i = threadIdx.x; i <= experts; i += kThreads) bins[i] = 0;
   __syncthreads();
-
-  const int chunks = tiles_of(work.m, 32);
-  const int begin = static_cast<int>(static_cast<int64_t>(chunks) * warp / warps) * 32;
-  const int end = static_cast<int>(min(static_cast<int64_t>(chunks) * (warp + 1) / warps * 32, int64_t{work.m}));
-  // Calls `take(row, id, lanes with this id)` for every row in order; an id out of range becomes `experts`, and that of
-  // a lane beyond the last row -1.
+  // Calls `take(row, id)` for every row; an id out of range is `experts`.
   const auto for_rows = [&](auto&& take) {
-    constexpr int kAhead = 8;  // loads of a lane on their way at once
-    for (int base = begin; base < end; base += 32 * kAhead) {
+    constexpr int kAhead = 8;  // loads of a thread on their way at once
+    for (int base = threadIdx.x; base < work.m; base += kThreads * kAhead) {
       int id[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int row = base + 32 * i + lane;
-        id[i] = row < end ? work.rows[row] : 0;
-      }
+      for (int i = 0; i < kAhead; ++i) id[i] = base + i * kThreads < work.m ? work.rows[base + i * kThreads] : 0;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int row = base + 32 * i + lane;
-        const int bin = row >= end ? -1 : id[i] < 0 || id[i] >= experts ? experts : id[i];
-        const unsigned same = __match_any_sync(kAllLanes, bin);
-        take(row, bin, same);
-        __syncwarp();
+        if (base + i * kThreads < work.m) take(base + i * kThreads, id[i] < 0 || id[i] >= experts ? experts : id[i]);
       }
     }
   };
-  const unsigned below = (1u << lane) - 1u;
-  if (warp < warps) {
-    for_rows([&](int, int bin, unsigned same) {
-      if (bin >= 0 && (same & below) == 0) mine[bin] += __popc(same);
-    });
-  }
+  for_rows([&](int, int bin) { atomicAdd(bins + bin, 1); });
   __syncthreads();
-  // Rows of the warps before, for every warp, and of all.
-  for (int bin = threadIdx.x; bin < stride; bin += blockDim.x) {
-    int sum = 0;
-    for (int w = 0; w < warps; ++w) {
-      const int count = bins[static_cast<int64_t>(w) * stride + bin];
-      bins[static_cast<int64_t>(w) * stride + bin] = sum;
-      sum += count;
-    }
-    sizes[bin] = sum;
-  }
+  if (threadIdx.x < 32) plan_sizes(bins, experts, work.m, work.tile_rows, spans, work.counts, next);
   __syncthreads();
-  int* const first = sizes + stride;
-  if (warp == 0) plan_sizes(sizes, experts, work.m, work.tile_rows, spans, work.counts, first);
-  __syncthreads();
-  if (warp < warps) {
-    for_rows([&](int row, int bin, unsigned same) {
-      int at = 0;
-      if (bin >= 0 && (same & below) == 0) {
-        at = first[bin] + mine[bin];
-        mine[bin] += __popc(same);
-      }
-      at = __shfl_sync(kAllLanes, at, __ffs(same) - 1);
-      if (bin >= 0) order[at + __popc(same & below)] = row;
-    });
-  }
+  for_rows([&](int row, int bin) { order[atomicAdd(next + bin, 1)] = row; });
 }
 
 constexpr int kOrderThreads = 256;
@@ -129,17 +87,14 @@ cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int sha
   const bool ids = args.row_mode == RowMode::kIds;
   if (!in_scratch && (ids ? args.m <= kOwnIds : args.experts <= kOwnExperts)) return cudaSuccess;
   work->counts = reinterpret_cast<Counts*>(args.scratch);
-  // Bins of all warps, sizes and first positions.
-  const int64_t bin_bytes = 4 * (args.experts + 1);
-  const int64_t room = shared_per_block / bin_bytes - 2;
-  const int64_t useful = std::max<int64_t>(args.m / 256, 1);
-  const int warps = ids ? static_cast<int>(std::clamp<int64_t>(std::min(room, useful), 1, kWarps)) : 1;
-  int* const far_bins = ids && room < 1 ? args.scratch + sizeof(Counts) / 4 + 4 * (args.experts + 1) + args.m : nullptr;
+  const int bin_bytes = static_cast<int>(std::min<int64_t>(8 * (args.experts + 1), shared_per_block + 1));
+  const bool far = bin_bytes > shared_per_block;
   LaunchShape shape;
   shape.grid = dim3(1);
-  shape.threads = kWarps * 32;
-  shape.shared_bytes = ids && far_bins == nullptr ? static_cast<int>((warps + 2) * bin_bytes) : 0;
-  return launch_kernel(plan_kernel, shape, stream, *work, warps, far_bins);
+  shape.threads = kThreads;
+  shape.shared_bytes = ids && !far ? bin_bytes : 0;
+  int* const far_bins = ids && far ? args.scratch + sizeof(Counts) / 4 + 4 * (args.experts + 1) + args.m : nullptr;
+  return launch_kernel(plan_kernel, shape, stream, *work, far_bins);
 }
 
 }  // namespace wonly::ragged

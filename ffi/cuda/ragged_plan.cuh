@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "cuda/ragged_plan.h"
 
 namespace wonly::ragged {
@@ -109,10 +111,17 @@ __device__ inline void plan_ids(const int* ids, int experts, int m, int tile_row
   if (lane == 0) *counts = {count + (none > 0), all_tiles + tiles_of(none, tile_rows)};
 }
 
+// Where get_plan has its spans, for kernels whose CTAs have one tile of rows: the same address as there, written such
+// that the compiler makes the instructions that were measured and checked (docs/performance.md, log 39).
+__device__ __forceinline__ Span* own_spans(uint8_t* shared) {
+  return reinterpret_cast<Span*>(reinterpret_cast<Counts*>(shared) + 1);
+}
+
 // All threads of a CTA: the plan, in plan_bytes(work) bytes of shared memory or where a kernel left it.
+template <bool kOneTile = false>
 __device__ inline Plan get_plan(const Work& work, uint8_t* shared) {
   Counts* const counts = reinterpret_cast<Counts*>(shared);
-  Span* const spans = reinterpret_cast<Span*>(counts + 1);
+  Span* const spans = kOneTile ? own_spans(shared) : reinterpret_cast<Span*>(counts + 1);
   if (work.counts == nullptr) {
     int* const order =
         work.row_mode == RowMode::kIds ? reinterpret_cast<int*>(spans + min(work.experts, kOwnExperts) + 1) : nullptr;
@@ -149,6 +158,147 @@ __device__ inline Span find_span(const Plan& plan, int tile) {
     size = min(step, size - part * step);
   }
   return plan.spans[low];
+}
+
+// What a CTA with one tile of rows has to do.
+struct OneTile {
+  int expert, rows;  // expert: -1: rows without one
+  const int* list;   // the rows; null: those of `members`, or, where that is none, `first` and those behind it
+  int first;
+  unsigned members;
+
+  __device__ int row(int i) const {
+    if (list != nullptr) return list[i];
+    if (members == 0) return first + i;
+    unsigned left = members;
+    for (; i > 0; --i) left &= left - 1;
+    return __ffs(left) - 1;
+  }
+};
+
+// A tile's number, or what gives it for the number of all tiles.
+template <typename Pick>
+__device__ __forceinline__ int picked(Pick& pick, int tiles) {
+  if constexpr (std::is_same_v<std::decay_t<Pick>, int>) {
+    return pick;
+  } else {
+    return pick(tiles);
+  }
+}
+
+// One warp: a tile of up to 32 rows, of which this lane's has the id `id` (-1: none of the experts, -2: there is no
+// such row). A tile is numbered by its first row. In registers alone: what stands before the first load of weights is
+// paid for in full.
+template <typename Pick>
+__device__ __forceinline__ bool find_in_ids(int id, int tile_rows, Pick&& pick, OneTile* found) {
+  const int lane = threadIdx.x % 32;
+  const unsigned below = (1u << lane) - 1u, same = __match_any_sync(kAllLanes, id);
+  const int place = __popc(same & below), of_tile = place & -tile_rows;
+  const bool leads = id != -2 && place == of_tile;
+  const unsigned leaders = __ballot_sync(kAllLanes, leads);
+  const int tiles = __popc(leaders), tile = picked(pick, tiles);
+  if (tile >= tiles) return false;
+  const int leader = __ffs(__ballot_sync(kAllLanes, leads && __popc(leaders & below) == tile)) - 1;
+  found->expert = __shfl_sync(kAllLanes, id, leader);
+  const int from = __shfl_sync(kAllLanes, of_tile, leader);
+  found->members = __ballot_sync(kAllLanes, id == found->expert && of_tile == from);
+  found->rows = __popc(found->members);
+  found->list = nullptr;
+  found->first = 0;
+  return true;
+}
+
+// One warp: the same for sizes of up to kSizes experts, in registers too, if they add up to no more rows than there
+// are.
+constexpr int kSizesOfLane = 4, kSizes = 32 * kSizesOfLane, kSizedRows = 1 << 16;
+enum class Search { kFound, kNone, kOther };
+template <typename Pick>
+__device__ __forceinline__ Search find_in_sizes(const Work& work, Pick&& pick, OneTile* found) {
+  const int lane = threadIdx.x % 32, log2_rows = __ffs(work.tile_rows) - 1;
+  const auto tiles_in = [&](int rows) { return (rows + work.tile_rows - 1) >> log2_rows; };
+  int rows[kSizesOfLane], sum = 0, tiles = 0;
+#pragma unroll
+  for (int i = 0; i < kSizesOfLane; ++i) {
+    const int expert = lane * kSizesOfLane + i;
+    rows[i] = expert < work.experts ? min(max(work.rows[expert], 0), kSizedRows) : 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kSizesOfLane; ++i) {
+    sum += rows[i];
+    tiles += tiles_in(rows[i]);
+  }
+  int rows_to = sum, tiles_to = tiles;
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const int more_rows = __shfl_up_sync(kAllLanes, rows_to, distance);
+    const int more_tiles = __shfl_up_sync(kAllLanes, tiles_to, distance);
+    rows_to += lane >= distance ? more_rows : 0;
+    tiles_to += lane >= distance ? more_tiles : 0;
+  }
+  const int all = __shfl_sync(kAllLanes, rows_to, 31), of_experts = __shfl_sync(kAllLanes, tiles_to, 31);
+  if (all > work.m) return Search::kOther;
+  const int count = of_experts + tiles_in(work.m - all), tile = picked(pick, count);
+  if (tile >= count) return Search::kNone;
+  found->list = nullptr;
+  found->members = 0;
+  const int owner = __ffs(__ballot_sync(kAllLanes, tiles_to > tile)) - 1;
+  if (owner < 0) {
+    found->expert = -1;
+    found->first = all + ((tile - of_experts) << log2_rows);
+    found->rows = min(work.m - found->first, work.tile_rows);
+    return Search::kFound;
+  }
+  int expert = lane * kSizesOfLane, first = rows_to - sum, skip = (tile - (tiles_to - tiles)) << log2_rows, left = 0;
+#pragma unroll
+  for (int i = 0; i < kSizesOfLane; ++i) {
+    if (left > 0) continue;
+    if (skip < rows[i]) {
+      left = rows[i] - skip;
+      first += skip;
+      expert += i;
+    } else {
+      first += rows[i];
+      skip -= tiles_in(rows[i]) << log2_rows;
+    }
+  }
+  found->expert = __shfl_sync(kAllLanes, expert, owner);
+  found->first = __shfl_sync(kAllLanes, first, owner);
+  found->rows = min(__shfl_sync(kAllLanes, left, owner), work.tile_rows);
+  return Search::kFound;
+}
+
+// Bytes of shared memory that find_tile takes, aligned to 16.
+constexpr int kListBytes = 32 * 4;  // of the most rows that a tile has
+inline int tile_bytes(const Work& work) {
+  return work.counts == nullptr && work.row_mode == RowMode::kIds ? 0 : kListBytes + plan_bytes(work.experts);
+}
+
+// What find_tile wants to know of this lane's row: first of all, for it is a load.
+__device__ __forceinline__ int load_id(const Work& work) {
+  const int lane = threadIdx.x % 32;
+  if (work.counts != nullptr || work.row_mode != RowMode::kIds || lane >= work.m) return -2;
+  const int id = work.rows[lane];
+  return id < 0 || id >= work.experts ? -1 : id;
+}
+// All threads of a CTA: a tile, of a power of two of rows; false where there is none. `pick`: its number, or, called
+// with the number of all tiles, what gives it.
+template <typename Pick>
+__device__ __forceinline__ bool find_tile(const Work& work, int id, Pick&& pick, uint8_t* shared, OneTile* found) {
+  if (work.counts == nullptr && work.row_mode == RowMode::kIds) return find_in_ids(id, work.tile_rows, pick, found);
+  if (work.counts == nullptr && work.experts <= kSizes && work.m < kSizedRows) {
+    const Search search = find_in_sizes(work, pick, found);
+    if (search != Search::kOther) return search == Search::kFound;
+  }
+  int* const list = reinterpret_cast<int*>(shared);
+  const Plan plan = get_plan<true>(work, shared + kListBytes);
+  const int tile = picked(pick, plan.tile_count);
+  if (tile >= plan.tile_count) return false;
+  const Span span = find_span(plan, tile);
+  const int first = (tile - span.first_tile) * work.tile_rows;
+  *found = {span.expert, min(work.tile_rows, span.rows - first), list, 0, 0};
+  if (threadIdx.x < found->rows) list[threadIdx.x] = plan.row(span.first + first + threadIdx.x);
+  __syncthreads();
+  return true;
 }
 
 }  // namespace wonly::ragged
