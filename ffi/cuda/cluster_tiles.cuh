@@ -17,8 +17,9 @@ constexpr int kOutputs = kWarpgroups * kTileN;  // of a CTA
 constexpr int kCluster = 2;
 constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-constexpr int kBarrierBytes = 1024;        // keeps the ring aligned for the 128-byte swizzle
-constexpr int kChunkRows = 32;             // of 16 bits that a warpgroup writes at a time
+constexpr int kBarrierBytes = 1024;  // keeps the ring aligned for the 128-byte swizzle
+constexpr int kChunkRows = 32;       // of 16 bits that a warpgroup writes at a time
+constexpr int kNoteBytes = 64;
 constexpr int kStagedStride = kTileN + 4;  // floats of a row, so that no two lanes share a bank
 
 // The ring of a CTA, at the beginning of its shared memory: a stage is full when its copies and those who `fill` it
@@ -27,11 +28,17 @@ template <int kStages, int kStageBytes>
 struct Ring {
   uint64_t* full;
   uint64_t* empty;
+  uint8_t* notes;
   uint8_t* stages;
   RingPosition<kStages> at;
 
   __device__ explicit Ring(uint8_t* shared)
-      : full(reinterpret_cast<uint64_t*>(shared)), empty(full + kStages), stages(shared + kBarrierBytes) {}
+      : full(reinterpret_cast<uint64_t*>(shared)),
+        empty(full + kStages),
+        notes(shared + 2 * kStages * 8),
+        stages(shared + kBarrierBytes) {
+    static_assert(kStages * (16 + kNoteBytes) <= kBarrierBytes);
+  }
 
   // All threads of the cluster; `fillers` warps fill a stage besides the copies.
   __device__ void init(int fillers, int ctas) {
@@ -46,6 +53,12 @@ struct Ring {
   }
 
   __device__ uint8_t* stage() const { return stages + at.slot * kStageBytes; }
+  // Beside a stage: what those who fill it have to tell those who read it.
+  template <typename Note>
+  __device__ Note* note() const {
+    static_assert(sizeof(Note) <= kNoteBytes);
+    return reinterpret_cast<Note*>(notes + at.slot * kNoteBytes);
+  }
   __device__ uint64_t* filled() const { return full + at.slot; }
   __device__ void wait_empty() const { ptx::barrier_wait(empty + at.slot, at.phase ^ 1); }
   __device__ void wait_full() const { ptx::barrier_wait(full + at.slot, at.phase); }
@@ -142,6 +155,41 @@ struct Consumer {
         if (base + column >= rows || n >= args.n) continue;
         *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.y) + row_of(base + column) * args.n + n) =
             chunks[column * 8 + (chunk ^ (column % 8))];
+      }
+    }
+  }
+
+  // The same for rows that may lie anywhere, whose places are known before; kRows at a time, for which `staged` has
+  // room. pack(i): sums i and i + 1 as they are stored; place_of(i): where row 16 i + stored_row() is, from `y` on.
+  __device__ static int stored_row() { return thread() / 8; }
+  template <int kColumns, int kRows, typename Pack, typename PlaceOf>
+  __device__ __forceinline__ void store_placed(const MatmulArgs& args, uint16_t* y, int64_t n0, int rows, float* staged,
+                                               Pack&& pack, PlaceOf&& place_of) const {
+    uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
+    const int column = stored_row(), chunk = thread() % 8, outputs = static_cast<int>(args.n);
+    const uint4* const mine = chunks + column * 8 + (chunk ^ (column % 8));
+    const bool wanted = n0 + chunk * 8 < args.n;
+    uint16_t* const to = y + n0 + chunk * 8;
+#pragma unroll
+    for (int part = 0; part < kColumns / kRows; ++part) {
+      const int base = part * kRows;
+      if (base >= rows) break;
+      sync();
+#pragma unroll
+      for (int pair = 0; pair < kRows / 16; ++pair) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) matrices[i] = pack(part * (kRows / 2) + pair * 8 + i * 2);
+        const int row = pair * 16 + lane() / 16 * 8 + lane() % 8, of_row = warp * 2 + lane() / 8 % 2;
+        ptx::store_matrices_transposed(chunks + row * 8 + (of_row ^ (row % 8)), matrices);
+      }
+      sync();
+#pragma unroll
+      for (int i = 0; i < kRows / 16; ++i) {
+        const int row = base + i * 16 + column;
+        if (row >= rows || !wanted) continue;
+        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(place_of(part * (kRows / 16) + i)) * outputs) =
+            mine[i * 128];
       }
     }
   }

@@ -57,7 +57,7 @@ cudaError_t launch_decode(const RaggedArgs& args, const Device& device, cudaStre
   // It reads the weights again for every two rows, of which few experts may have more; four warpgroups share the
   // inputs.
   const int64_t most = args.product.k >= kDecodeInputs
-                           ? std::max(std::min<int64_t>(2 * args.experts, 16), args.experts / 4)
+                           ? std::max(std::min<int64_t>(2 * args.experts, 16), args.experts / 2)
                            : args.experts / 16;
   if (device.architecture != 90 || args.m > std::min<int64_t>(most, device.multiprocessors) ||
       args.product.x_dtype == DType::kF32 || !decode::supports(one)) {

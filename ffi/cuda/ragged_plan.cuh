@@ -111,17 +111,15 @@ __device__ inline void plan_ids(const int* ids, int experts, int m, int tile_row
   if (lane == 0) *counts = {count + (none > 0), all_tiles + tiles_of(none, tile_rows)};
 }
 
-// Where get_plan has its spans, for kernels whose CTAs have one tile of rows: the same address as there, written such
-// that the compiler makes the instructions that were measured and checked (docs/performance.md, log 39).
+// Where get_plan has the spans in its shared memory, if they are there.
 __device__ __forceinline__ Span* own_spans(uint8_t* shared) {
   return reinterpret_cast<Span*>(reinterpret_cast<Counts*>(shared) + 1);
 }
 
 // All threads of a CTA: the plan, in plan_bytes(work) bytes of shared memory or where a kernel left it.
-template <bool kOneTile = false>
 __device__ inline Plan get_plan(const Work& work, uint8_t* shared) {
   Counts* const counts = reinterpret_cast<Counts*>(shared);
-  Span* const spans = kOneTile ? own_spans(shared) : reinterpret_cast<Span*>(counts + 1);
+  Span* const spans = own_spans(shared);
   if (work.counts == nullptr) {
     int* const order =
         work.row_mode == RowMode::kIds ? reinterpret_cast<int*>(spans + min(work.experts, kOwnExperts) + 1) : nullptr;
@@ -290,7 +288,7 @@ __device__ __forceinline__ bool find_tile(const Work& work, int id, Pick&& pick,
     if (search != Search::kOther) return search == Search::kFound;
   }
   int* const list = reinterpret_cast<int*>(shared);
-  const Plan plan = get_plan<true>(work, shared + kListBytes);
+  const Plan plan = get_plan(work, shared + kListBytes);
   const int tile = picked(pick, plan.tile_count);
   if (tile >= plan.tile_count) return false;
   const Span span = find_span(plan, tile);

@@ -1,5 +1,8 @@
 // The arrangement of tiles of a ragged product (ragged_plan.h) for tiled.cuh: tiles of up to 256 rows of an expert, as
 // many columns as they take. A row's result does not depend on the others, for every sum is in the order of the inputs.
+//
+// Clusters take the tiles by falling height, forward and backward in turns: whole ones of all spans first, then what is
+// left of each. So all have about as much to do.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +19,16 @@ using tiled::kStageK;
 using tiled::Tile;
 static_assert(kTileRows == tiled::kTileRows);
 
+// Up to as many have their tiles sorted: room for their spans, and for those in two parts.
+constexpr int kSortedExperts = (ragged::kOwnExperts - 2) / 3;
+
 struct Spans : tiled::Rows {
   struct Params {
     ragged::Work work;
     int output_tiles;  // of kCluster * kOutputs
+    int stages;
   };
-  static constexpr bool kFloat32Scales = true, kTables = true;
+  static constexpr bool kFloat32Scales = true, kTables = true, kPlaced = true;
   static constexpr int kMostSharedBytes = ragged::kMostPlanBytes;
 
   const Params& params;
@@ -35,24 +42,64 @@ struct Spans : tiled::Rows {
         plan(ragged::get_plan(params.work, shared)),
         rank(blockIdx.x % kCluster),
         cluster(blockIdx.x / kCluster),
-        clusters(gridDim.x / kCluster) {}
-
-  __device__ int64_t count() const {
-    const int64_t tiles = static_cast<int64_t>(plan.tile_count) * params.output_tiles;
-    return cluster < tiles ? (tiles - cluster - 1) / clusters + 1 : 0;
+        clusters(gridDim.x / kCluster) {
+    ragged::Span* const spans = ragged::own_spans(shared);
+    if (plan.spans != spans || params.work.experts > kSortedExperts) return;
+    if (threadIdx.x < 32) sort(spans);  // the others see it after the barrier that tiled_matmul has anyway
+    plan.spans += plan.span_count;
+    plan.span_count *= 2;
   }
 
-  __device__ Tile tile(int64_t i) const {
-    const int64_t index = i * clusters + cluster;
-    const ragged::Span span = ragged::find_span(plan, static_cast<int>(index / params.output_tiles));
-    const int local = static_cast<int>(index - static_cast<int64_t>(span.first_tile) * params.output_tiles);
+  // One warp: behind the spans, what they have of whole tiles, then their tails by falling height.
+  __device__ void sort(ragged::Span* spans) const {
+    constexpr int kHeights = 4;  // of tails, as many as there are numbers of columns
+    const int lane = threadIdx.x % 32, count = plan.span_count;
+    const auto height = [&](int i) {
+      return i < count ? ragged::tiles_of(spans[i].rows % kTileRows, kTileRows / kHeights) : 0;
+    };
+    int tiles = 0, at[kHeights + 1] = {};  // where tails of a height begin
+    for (int base = 0; base < count; base += 32) {
+      const int i = base + lane, whole = i < count ? spans[i].rows / kTileRows : 0;
+      const int to = static_cast<int>(ragged::sum_to_lane(whole, 0x7fffffffu));
+      if (i < count) spans[count + i] = {spans[i].expert, spans[i].first, whole * kTileRows, tiles + to - whole};
+      tiles += __shfl_sync(ragged::kAllLanes, to, 31);
+#pragma unroll
+      for (int h = 1; h <= kHeights; ++h) at[h - 1] += __popc(__ballot_sync(ragged::kAllLanes, height(i) >= h));
+    }
+    for (int i = at[0] + lane; i < count; i += 32) spans[2 * count + i] = {-1, 0, 0, 0x7fffffff};  // no tail
+    for (int base = 0; base < count; base += 32) {
+      const int i = base + lane, mine = height(i);
+#pragma unroll
+      for (int h = 1; h <= kHeights; ++h) {
+        const unsigned same = __ballot_sync(ragged::kAllLanes, mine == h);
+        const int to = at[h] + __popc(same & ((1u << lane) - 1u));
+        if (mine == h) {
+          const int tail = spans[i].rows % kTileRows;
+          spans[2 * count + to] = {spans[i].expert, spans[i].first + spans[i].rows - tail, tail, tiles + to};
+        }
+        at[h] += __popc(same);
+      }
+    }
+  }
+
+  __device__ int64_t count() const {
+    const int tiles = plan.tile_count * params.output_tiles, waves = tiles / clusters;
+    return waves + (place(waves) < tiles - waves * clusters);
+  }
+  // Of this cluster in a wave.
+  __device__ int place(int wave) const { return wave % 2 == 0 ? cluster : clusters - 1 - cluster; }
+
+  __device__ Tile tile(int64_t wave) const {
+    const int index = static_cast<int>(wave) * clusters + place(static_cast<int>(wave));
+    const ragged::Span span = ragged::find_span(plan, index / params.output_tiles);
+    const int local = index - span.first_tile * params.output_tiles;
     const tiled::Place place = tiled::place_of(local, ragged::tiles_of(span.rows, kTileRows), params.output_tiles);
     Tile tile{};
     tile.weights = span.expert;
     tile.first = span.first + place.row * kTileRows;
     tile.rows = min(kTileRows, span.rows - place.row * kTileRows);
-    tile.n0 = (static_cast<int64_t>(place.column) * kCluster + rank) * kOutputs;
-    tile.end_stage = static_cast<int>(ceil_div(args.k, kStageK));
+    tile.n0 = (place.column * kCluster + rank) * kOutputs;
+    tile.end_stage = params.stages;
     return tile;
   }
 
@@ -73,7 +120,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const ragged::Work& work, int m
   tiled::Params<Spans> params{};
   params.args = args;
   params.log2_group_blocks = log2_group_blocks(args);
-  params.source = {work, static_cast<int>(ceil_div(args.n, kCluster * kOutputs))};
+  params.source = {work, static_cast<int>(ceil_div(args.n, kCluster * kOutputs)),
+                   static_cast<int>(ceil_div(args.k, kStageK))};
   const int64_t tiles = ragged::most_tiles(work) * params.source.output_tiles;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(kCluster * std::min<int64_t>(tiles, multiprocessors / kCluster)));
@@ -81,7 +129,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const ragged::Work& work, int m
   shape.cluster = kCluster;
   return tiled::with_shape<Spans, X>(args, [&](auto* s) {
     using S = std::remove_pointer_t<decltype(s)>;
-    shape.shared_bytes = S::kSourceAt + ragged::plan_bytes(work.experts);
+    shape.shared_bytes =
+        S::kSourceAt + ragged::plan_bytes(work.experts <= kSortedExperts ? 3 * work.experts + 2 : work.experts);
     return launch_kernel(tiled::tiled_matmul<S>, shape, stream, params, map);
   });
 }

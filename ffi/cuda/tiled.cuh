@@ -46,6 +46,8 @@ static_assert(kOutputs == kCtaOutputs && kCluster == tiles::kCluster);
 constexpr int kAffineWarps = kOutputs / 64;  // of the producer's, two outputs per lane
 constexpr int kBoxRows = 32;                 // of the tensor copy engine
 constexpr int kStagedRows = 32;              // that a warpgroup writes at a time, as float32
+constexpr int kPlacedRows = 64;              // or as 16 bits, where they may lie anywhere
+static_assert(kStagedRows * tiles::kStagedStride * 4 >= kPlacedRows * kTileN * 2);
 
 // Rows of activations and the cluster's outputs, to be summed over stages first_stage .. end_stage - 1.
 struct Tile {
@@ -62,6 +64,9 @@ struct Tile {
 template <bool kBetween_>
 struct RowsOf {
   static constexpr bool kBetween = kBetween_;
+  // Whether rows of a tile may lie anywhere in the result, and finding a tile takes so long that the warp that copies
+  // tells those that multiply, in a note beside the tile's first stage.
+  static constexpr bool kPlaced = false;
 
   // A stage of a tile: which tap of the weights, and which 64 inputs of it.
   struct Walk {
@@ -141,13 +146,26 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kWarpgroups * 4) {
       for (int64_t index = 0; index < count; ++index) {
         const Tile tile = source.tile(index);
-        if (tile.weights < 0) continue;
+        if (tile.weights < 0) {
+          if constexpr (Source::kPlaced) {  // an empty stage
+            ring.wait_empty();
+            if (ptx::elect_one()) {
+              *ring.template note<Tile>() = tile;
+              ptx::barrier_arrive(ring.filled());
+            }
+            ring.advance();
+          }
+          continue;
+        }
         const int x_bytes = source.columns(tile) * kStageK * 2, x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
         const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.weights, tile.n0);
         auto walk = source.walk(tile, rank);
         for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
           ring.wait_empty();
           if (!ptx::elect_one()) continue;
+          if constexpr (Source::kPlaced) {
+            if (stage == tile.first_stage) *ring.template note<Tile>() = tile;
+          }
           ptx::barrier_expect(ring.filled(), x_bytes + strips.count * strips.bytes(walk.stage));
           source.copy(ring.stage(), &x_map, tile, walk, x_batch, rank, ring.filled());
           strips.copy(ring.stage() + S::kXBytes, walk.tap, walk.stage, ring.filled());
@@ -164,7 +182,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         constexpr bool kShift = !std::is_same_v<Shift, NoShift>;
         for (int64_t index = 0; index < count; ++index) {
           const Tile tile = source.tile(index);
-          if (tile.weights < 0) continue;
+          if (tile.weights < 0) {
+            if constexpr (Source::kPlaced) {
+              ring.wait_empty();
+              ring.fill(lane);
+              ring.advance();
+            }
+            continue;
+          }
           auto walk = source.walk(tile, rank);
           const auto group_of_tap = [&] {
             return params.log2_group_blocks < 0 ? 0 : 2 * walk.stage >> params.log2_group_blocks;
@@ -338,8 +363,19 @@ __global__ void __launch_bounds__(kThreads, 1)
           return pack_pair(from_float<X>(fmaf(acc[i], 1.f / C::kUnit, bias[i % 4 / 2])),
                            from_float<X>(fmaf(acc[i + 1], 1.f / C::kUnit, bias[i % 4 / 2])));
         };
-        const auto row_of = [&](int i) { return tile.weights * args.m + source.row(tile, i); };
-        me.store_packed<kColumns>(args, n0, tile.rows, staged, pack, row_of);
+        if constexpr (Source::kPlaced) {
+          int places[kColumns / 16];  // all on their way at once, where they are loads
+#pragma unroll
+          for (int i = 0; i < kColumns / 16; ++i) {
+            places[i] = static_cast<int>(source.row(tile, min(16 * i + me.stored_row(), tile.rows - 1)));
+          }
+          uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
+          me.store_placed<kColumns, kPlacedRows>(args, y, n0, tile.rows, staged, pack,
+                                                 [&](int i) { return places[i]; });
+        } else {
+          const auto row_of = [&](int i) { return tile.weights * args.m + source.row(tile, i); };
+          me.store_packed<kColumns>(args, n0, tile.rows, staged, pack, row_of);
+        }
         return;
       }
       const auto sums = [&](int i) { return make_float2(acc[i] * (1.f / C::kUnit), acc[i + 1] * (1.f / C::kUnit)); };
@@ -350,12 +386,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
 
     for (int64_t index = 0; index < count; ++index) {
-      const Tile tile = source.tile(index);
+      const Tile tile = [&] {
+        if constexpr (!Source::kPlaced) return source.tile(index);
+        ring.wait_full();
+        return *ring.template note<Tile>();
+      }();
       if (tile.weights < 0) {
         const int outputs = static_cast<int>(max(min(int64_t{kOutputs}, args.n - tile.n0), int64_t{0}));
         for (int i = 0; i < tile.rows; ++i) {
           const int64_t to = source.row(tile, i) * args.n + tile.n0;
           if (static_cast<int>(threadIdx.x) < outputs) store_element(args.y, to + threadIdx.x, 0.f, args.y_dtype);
+        }
+        if constexpr (Source::kPlaced) {
+          ring.release(ring.at.slot, lane, ctas);
+          ring.advance();
         }
         continue;
       }
