@@ -138,16 +138,24 @@ float stream_us(const MatmulArgs& args) {
 // Below this many bytes of weights preparing the activations takes longer than their cheaper products save.
 constexpr int64_t kDecodeBytes = 12 << 20;
 
+bool decodes(const MatmulArgs& args, const Device& device) {
+  if (device.architecture != 90 || !decode::supports(args)) return false;
+  if (args.batch * args.n * args.k * args.bits / 8 < kDecodeBytes) return false;
+  // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without.
+  return device.multiprocessors / args.batch * args.batch >= device.multiprocessors * 9 / 10;
+}
+
 cudaError_t launch_decode(const MatmulArgs& args, const Device& device, cudaStream_t stream) {
-  const int64_t atoms = ceil_div(args.n, kAtomN);
+  const int64_t atoms = ceil_div(args.n, kAtomN), all_atoms = args.batch * atoms;
   // Two CTAs that share many inputs prepare half of them each; worth their exchange of sums where a CTA has few
   // outputs, whose warps would be idle otherwise, or very many.
   const bool shared_inputs =
-      args.k >= 8192 && (atoms < 3 * device.multiprocessors || atoms >= 8 * device.multiprocessors);
+      args.k >= 8192 && (all_atoms < 3 * device.multiprocessors || all_atoms >= 8 * device.multiprocessors);
   cudaError_t error = cudaErrorInvalidConfiguration;
   // More CTAs share inputs that one's memory does not hold.
   for (int cluster = shared_inputs ? 2 : 1; cluster <= 4 && error == cudaErrorInvalidConfiguration; cluster *= 2) {
-    const int parts = static_cast<int>(std::min<int64_t>(atoms, device.multiprocessors / cluster));
+    const int64_t places = std::max<int64_t>(device.multiprocessors / cluster / args.batch, 1);
+    const int parts = static_cast<int>(std::min<int64_t>(atoms, places));
     error = decode::launch(args, {cluster, parts}, shared_share(device, 1), stream);
   }
   return error;
@@ -159,8 +167,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80 && args.x_dtype != DType::kF16) return cudaErrorNotSupported;
-  if (device.architecture == 90 && decode::supports(args) && args.batch == 1 &&
-      args.n * args.k * args.bits / 8 >= kDecodeBytes) {
+  if (decodes(args, device)) {
     const cudaError_t error = launch_decode(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;
   }

@@ -135,3 +135,27 @@ def test_large_weights_few_tokens(rng, bits, mode, x_dtype, m, k, n, group_size)
     with np.errstate(invalid="ignore"):
         np.testing.assert_array_equal(y[0], np.inf * weight.dense[77])
     assert np.isfinite(y[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "mode", "x_dtype", "batch", "m", "k", "n", "group_size"),
+    [
+        (4, "symmetric", "bfloat16", 4, 1, 2048, 3100, 128),
+        (4, "integer_zeros", "float32", 3, 2, 8320, 1020, 128),
+        (8, "offsets", "float16", 11, 2, 600, 1950, None),
+    ],
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_batches_of_large_weights(rng, bits, mode, x_dtype, batch, m, k, n, group_size, shared):
+    """As large together; an infinity stays in its entry of the batch."""
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=(batch,))
+    product = jax.vmap(lambda x, qt: jw.matmul(x, qt, implementation="cuda"), in_axes=(None if shared else 0, 0))
+    x = random_x(rng, (m, k) if shared else (batch, m, k), x_dtype)
+    clean = np.asarray(product(x, weight.qt))
+    assert_product(clean, x, weight)
+    if not shared:
+        y = np.asarray(product(x.at[1, m - 1, 3].set(np.inf), weight.qt))
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(y[1, m - 1].astype(np.float64), np.inf * weight.dense[1, 3])
+        y[1, m - 1] = clean[1, m - 1]
+        np.testing.assert_array_equal(y, clean)
