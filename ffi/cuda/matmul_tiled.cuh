@@ -9,23 +9,27 @@
 
 namespace wonly::tiled {
 
-struct Waves : RowsOf<true> {
-  struct Params {
-    int tokens;                     // of a tile
-    int stages;                     // of a tile
-    int token_tiles, output_tiles;  // the latter of a cluster's outputs
-    int waves, rest, splits;        // rest: tiles of the last wave
-    uint32_t* arrived;              // [rest, kCluster, kWarpgroups], zero at the start
-    float4* partial;                // [rest, splits - 1, kCluster, kWarpgroups, tokens / 8, 128]
-  };
-  static constexpr bool kFloat32Scales = false, kTables = true;
+struct WaveParams {
+  int tokens;                     // of a tile
+  int stages;                     // of a tile
+  int token_tiles, output_tiles;  // the latter of a cluster's outputs
+  int waves, rest, splits;        // rest: tiles of the last wave
+  uint32_t* arrived;              // [rest, kCluster, kWarpgroups], zero at the start
+  float4* partial;                // [rest, splits - 1, kCluster, kWarpgroups, tokens / 8, 128]
+};
+
+// `kPlaced_`: as RowsOf has it.
+template <bool kPlaced_>
+struct WavesOf : RowsOf<true> {
+  using Params = WaveParams;
+  static constexpr bool kFloat32Scales = false, kTables = true, kPlaced = kPlaced_;
   static constexpr int kMostSharedBytes = 0;
 
   const Params& params;
   const MatmulArgs& args;
   int cta_count, rank, cluster, clusters;
 
-  __device__ Waves(const Params& params, const MatmulArgs& args, uint8_t*, int ctas = kCluster)
+  __device__ WavesOf(const Params& params, const MatmulArgs& args, uint8_t*, int ctas = kCluster)
       : params(params),
         args(args),
         cta_count(ctas),
@@ -75,7 +79,8 @@ struct Waves : RowsOf<true> {
       if (me.thread() == 0) ptx::add_release(arrived, 1);
       return false;
     }
-    if (me.thread() == 0) {
+    // By all threads: were it one of them, the compiler would keep fewer values in uniform registers from here on.
+    if (kPlaced || me.thread() == 0) {
       while (ptx::load_acquire(arrived) != static_cast<uint32_t>(params.splits - 1)) {
       }
     }
@@ -97,12 +102,17 @@ struct Waves : RowsOf<true> {
   __device__ int64_t row(const Tile& tile, int i) const { return tile.first + i; }
 };
 
+// For sources of other rows.
+struct Waves : WavesOf<false> {
+  using WavesOf<false>::WavesOf;
+};
+
 // Deals the tiles of a product out, of `stages` stages each, and launches them; `own` is what else the source takes.
 template <typename Source, typename X>
 cudaError_t launch_waves(const MatmulArgs& args, const Config& config, int stages, const typename Source::Params& own,
                          const CUtensorMap& map, cudaStream_t stream) {
   Params<Source> params{args, own, log2_group_blocks(args)};
-  Waves::Params& walk = params.source;
+  WaveParams& walk = params.source;
   walk.tokens = config.tokens;
   walk.stages = stages;
   walk.token_tiles = static_cast<int>(ceil_div(args.m, config.tokens));
@@ -139,7 +149,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   if (config.ctas != kCluster) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
   if (cudaError_t error = describe_activations(args, kBoxRows, &map); error != cudaSuccess) return error;
-  return launch_waves<Waves, X>(args, config, static_cast<int>(ceil_div(args.k, kStageK)), {}, map, stream);
+  return launch_waves<WavesOf<true>, X>(args, config, static_cast<int>(ceil_div(args.k, kStageK)), {}, map, stream);
 }
 
 }  // namespace wonly::tiled

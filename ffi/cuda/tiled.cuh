@@ -64,8 +64,9 @@ struct Tile {
 template <bool kBetween_>
 struct RowsOf {
   static constexpr bool kBetween = kBetween_;
-  // Whether rows of a tile may lie anywhere in the result, and finding a tile takes so long that the warp that copies
-  // tells those that multiply, in a note beside the tile's first stage.
+  // Whether the warp that copies tells those that multiply which tile is theirs, in a note beside its first stage, and
+  // the places of a tile's rows are known before the first is stored: less between tiles, and what finding a tile takes
+  // is in no register while tiles are multiplied.
   static constexpr bool kPlaced = false;
 
   // A stage of a tile: which tap of the weights, and which 64 inputs of it.
