@@ -20,6 +20,7 @@ from jax_wonly._quantize import shift_mode_of
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import broadcast_leads, check_array, check_choice
 from jax_wonly._wrapped import WrappedTensor
+from jax_wonly.primitives import activations as activations_primitive
 from jax_wonly.primitives import experts as experts_primitive
 from jax_wonly.primitives import matmul as matmul_primitive
 
@@ -151,6 +152,7 @@ def explain(
     implementation: str | None = None,
     transpose: bool = False,
     experts: bool = False,
+    activation_quantization=None,
 ) -> Explanation:
     """Says which kernel or other path ``matmul(x, qt)`` takes, and why, with the bytes and operations behind it.
 
@@ -166,6 +168,7 @@ def explain(
       transpose: explain the product with the transposed weights instead, ``x [..., N]``: the gradient.
       experts: explain ``ragged_dot`` or ``gather_matmul`` of x ``[..., K]`` with the experts ``[E, K, N]`` instead. The
         rows are taken to belong to as many experts as they can.
+      activation_quantization: as in :func:`jax_wonly.matmul`: explain the product of x quantized first.
 
     Raises:
       TypeError: an argument has a wrong type or dtype.
@@ -194,7 +197,19 @@ def explain(
     platform = _platform_of(x) if platform is None else platform
     check_choice("platform", platform, PLATFORMS)
     implementation = _ffi.resolve_implementation(implementation)
-    bound = _bound(x, weight, transpose=transpose, experts=experts, implementation=implementation)
+    if activation_quantization is not None and (transpose or experts):
+        raise ValueError(
+            f"jax_wonly: activation_quantization={activation_quantization!r} with transpose={transpose!r} and "
+            f"experts={experts!r}; accepted: None."
+        )
+    bound = _bound(
+        x,
+        weight,
+        transpose=transpose,
+        experts=experts,
+        implementation=implementation,
+        activation_quantization=activation_quantization,
+    )
 
     lead = weight.shape[:-2]
     rows = math.prod(x.shape[:-1])
@@ -219,11 +234,13 @@ def explain(
         kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands, groups=groups)
         if _abi.MATMUL in targets:
             kernel = _cuda_dispatch.kernel(*operands, groups=groups)
+        elif _abi.QUANTIZED_MATMUL in targets:
+            kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
         kernel = _cuda_dispatch.transposed_kernel(m, n, x.dtype)
     elif platform == "cpu" and targets:
         kernel = importlib.import_module("jax_wonly._cpu").active_isa()
-    path = "xla" if not targets else "dequantize" if targets == (_abi.DEQUANTIZE,) else "kernel"
+    path = "xla" if not targets else "dequantize" if _abi.DEQUANTIZE in targets else "kernel"
     read = min(batch, m) if experts and path == "kernel" else batch
     per_weight = {name: math.prod(a.shape) * a.dtype.itemsize * read // batch for name, a in _arrays(weight).items()}
     return Explanation(
@@ -233,7 +250,9 @@ def explain(
         path=path,
         kernel=kernel if path == "kernel" else None,
         targets=targets,
-        reason=why or _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us),
+        reason=why
+        or _reason_of_codes(bound, targets, platform, weight)
+        + _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us),
         dtype=str(x.dtype),
         scheme=scheme(weight),
         batch=batch,
@@ -293,17 +312,26 @@ def _no_kernels(platform: str, implementation: str | None) -> str:
 _NATIVE = {
     matmul_primitive.matmul_p: matmul_primitive._native,
     experts_primitive.ragged_matmul_p: experts_primitive._native,
+    activations_primitive.quantize_activation_p: activations_primitive._evaluate,
 }
 
 
-def _bound(x, weight: QuantizedTensor, *, transpose: bool, experts: bool, implementation: str | None):
+def _bound(
+    x,
+    weight: QuantizedTensor,
+    *,
+    transpose: bool,
+    experts: bool,
+    implementation: str | None,
+    activation_quantization,
+):
     """The equation of the primitive that the public product is traced to, which checks the operands."""
     primal = jax.ShapeDtypeStruct((*x.shape[:-1], weight.k), x.dtype)
 
     def product(x, qt):
         if experts:
             return gather_matmul(x, qt, jnp.zeros(x.shape[:-1], jnp.int32), implementation=implementation)
-        return matmul(x, qt, implementation=implementation)
+        return matmul(x, qt, implementation=implementation, activation_quantization=activation_quantization)
 
     def gradient(dy, qt):
         return jax.linear_transpose(lambda x: product(x, qt), primal)(dy)[0]
@@ -318,7 +346,12 @@ def _calls(bound, platform: str) -> tuple[str, ...]:
     lowered = jax.make_jaxpr(partial(_NATIVE[bound.primitive], platform=platform, **bound.params))(
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in bound.invars)
     )
-    calls = (e.params["target_name"] for e in _equations(lowered.jaxpr) if e.primitive.name == "ffi_call")
+    calls = []
+    for equation in _equations(lowered.jaxpr):
+        if equation.primitive.name == "ffi_call":
+            calls.append(equation.params["target_name"])
+        elif equation.primitive in _NATIVE:
+            calls.extend(_calls(equation, platform))
     return tuple(dict.fromkeys(calls))
 
 
@@ -330,6 +363,18 @@ def _equations(jaxpr) -> Iterator[Any]:
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _equations(inner)
+
+
+def _reason_of_codes(bound, targets, platform: str, weight: QuantizedTensor) -> str:
+    """What becomes of the codes of activations that are quantized, ahead of the reason for the rest."""
+    codes = getattr(bound.params["params"], "activations", None)
+    if codes is None:
+        return ""
+    if _abi.QUANTIZED_MATMUL in targets:
+        return "codes of x meet those of the weights on the tensor cores; "
+    if not activations_primitive.takes_codes(codes, weight.k, weight.bits, weight.scales.shape[-2], platform):
+        return f"no kernel on {platform} takes such codes, so that x is dequantized again; "
+    return "for so few rows, or on this GPU, x is dequantized again; "
 
 
 def _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us) -> str:

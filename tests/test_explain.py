@@ -63,6 +63,30 @@ def test_path_on_cpus_is_that_of_the_program(experts, transpose):
     assert found.operation.startswith("ragged" if experts else "matmul")
 
 
+def test_activation_quantization(monkeypatch):
+    """Groups and rows on both sides of what the kernel of codes takes."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    monkeypatch.setattr(jw._explain._ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+
+    def found(m, platform="cuda", codes="int8", **options):
+        x, qt = STRUCT((m, 4096), jnp.bfloat16), shapes_of(4096, 4096, **options)
+        return jw.explain(x, qt, platform=platform, activation_quantization=codes)
+
+    for options in ({}, {"bits": 8}, {"group_size": None}, {"codes": "float8_e4m3fn"}):
+        many = found(4096, **options)
+        assert many.targets == (_abi.QUANTIZE_ACTIVATION, _abi.QUANTIZED_MATMUL), options
+        assert many.path == "kernel" and many.kernel == "quantized_matmul" and "meet those" in many.reason
+    for few in (found(4), found(4096, group_size=64), found(4096, group_size=32)):
+        assert few.targets[0] == _abi.QUANTIZE_ACTIVATION and few.targets[1] in (_abi.MATMUL, _abi.DEQUANTIZE)
+        assert few.kernel != "quantized_matmul" and "dequantized again" in few.reason
+    here = found(5, platform="cpu")
+    assert here.targets == (_abi.MATMUL,) and "no kernel on cpu takes such codes" in here.reason
+    assert "dequantized" not in found(5, platform="cpu", codes=None).reason
+    x = STRUCT((5, 4096), jnp.bfloat16)
+    with pytest.raises(ValueError, match="transpose=True"):
+        jw.explain(x, shapes_of(4096, 4096), transpose=True, activation_quantization="int8")
+
+
 def test_counts(rng):
     weight = random_weight(rng, 256, 130, group_size=64, mode="integer_zeros", scale_dtype="float16")
     x = random_x(rng, (2, 3, 256), "bfloat16")

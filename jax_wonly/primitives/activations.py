@@ -140,28 +140,32 @@ def _needs_sums(shift_mode: ShiftMode, bits: int, shift_dtype) -> bool:
     )
 
 
+def takes_codes(scheme: Scheme, k: int, bits: int, groups: int, platform: str) -> bool:
+    """Whether a kernel takes codes of this scheme with those of weights of ``groups`` groups, on a GPU of the newest
+    kind: ``quantized::supports`` in ``ffi/cuda/quantized_matmul.cu``."""
+
+    def whole_stages(groups: int) -> bool:
+        return groups == 1 or k // groups in (128, 256)
+
+    fits = k <= 1 << 16 if scheme.dtype == "int8" else bits == 4
+    return platform == "cuda" and whole_stages(scheme.groups(k)) and whole_stages(groups) and fits
+
+
 def has_kernel(a: Activations, qw, scales, *rest, p, platform: str) -> bool:
-    """Whether a kernel takes the codes of activations and weights as they are: ``quantized::supports`` in
-    ``ffi/cuda/quantized_matmul.cu``, and enough rows for it to be the faster way."""
+    """Whether a kernel takes the codes of activations and weights as they are, and there are enough rows for it to be
+    the faster way."""
     if platform != "cuda" or p.implementation not in (None, "cuda") or p.table is not None:
         return False
     from jax_wonly import _cuda_dispatch
 
-    m = a.codes.shape[1]
-
-    def whole_stages(groups: int) -> bool:
-        return groups == 1 or p.k // groups in (128, 256)
-
-    x_groups, groups, n = a.scales.shape[-1], *scales.shape[-2:]
+    groups, n = scales.shape[-2:]
     return (
         _ffi.use_native(p.implementation, platform)
         and n != 0
         and 0 not in (a.codes.shape[0], qw.shape[0])
-        and whole_stages(x_groups)
-        and whole_stages(groups)
-        and (p.k <= 1 << 16 if a.codes.dtype == jnp.int8 else p.bits == 4)
+        and takes_codes(p.activations, p.k, p.bits, groups, platform)
         and _cuda_dispatch.use_quantized_kernel(
-            m,
+            a.codes.shape[1],
             p.k,
             n,
             qw.shape[0],
@@ -169,7 +173,7 @@ def has_kernel(a: Activations, qw, scales, *rest, p, platform: str) -> bool:
             scales.dtype,
             p.shift_mode,
             rest[0].dtype if p.shift_mode != ShiftMode.NONE else None,
-            blocks=groups > 1 or x_groups > 1,
+            blocks=groups > 1 or p.activations.groups(p.k) > 1,
             forced=p.implementation == "cuda",
         )
     )
