@@ -171,12 +171,13 @@ struct Consumer {
     const bool wanted = n0 + chunk * 8 < args.n;
     uint16_t* const to = y + n0 + chunk * 8;
 #pragma unroll
-    for (int part = 0; part < kColumns / kRows; ++part) {
+    for (int part = 0; part < (kColumns + kRows - 1) / kRows; ++part) {
       const int base = part * kRows;
       if (base >= rows) break;
       sync();
 #pragma unroll
       for (int pair = 0; pair < kRows / 16; ++pair) {
+        if (base + pair * 16 >= kColumns) break;
         uint32_t matrices[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) matrices[i] = pack(part * (kRows / 2) + pair * 8 + i * 2);
@@ -186,6 +187,7 @@ struct Consumer {
       sync();
 #pragma unroll
       for (int i = 0; i < kRows / 16; ++i) {
+        if (base + i * 16 >= kColumns) break;
         const int row = base + i * 16 + column;
         if (row >= rows || !wanted) continue;
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(place_of(part * (kRows / 16) + i)) * outputs) =
