@@ -41,7 +41,7 @@ _TRANSPOSED_TOKENS_FLOAT32 = 256
 # Tokens of a tile of quantized activations, and microseconds of 128 inputs, with one scale for a row or with blocks.
 _QUANTIZED_TOKENS = 256
 _QUANTIZED_ROWS = 0.66
-_QUANTIZED_BLOCKS = 1.38
+_QUANTIZED_BLOCKS = 1.17
 
 
 class _Costs(NamedTuple):

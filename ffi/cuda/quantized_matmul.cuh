@@ -7,9 +7,10 @@
 // leaves a byte, and four bits become e4m3 by their sign, for a nibble is an e4m3 number in units of 2^-9.
 //
 // kRows: a row of x and an output have one scale each. int8 sums stay integers to the end, and are exact. kBlocks: the
-// sums of a stage are scaled into float32 ones; half of the tokens at a time, for registers hold no more. Sums of e4m3
-// products, which the tensor cores keep to 14 bits or so, are added in float32 after every stage in either case.
-// kShiftedBlocks: with the other three terms of (s_x q + o_x) (s_w c + o_w), from the sums of both codes.
+// sums of a stage are scaled into float32 ones, a quarter of the tokens at a time: registers hold two such parts, one
+// of which the tensor cores make while the other is scaled. Sums of e4m3 products, which the tensor cores keep to 14
+// bits or so, are added in float32 after every stage in either case. kShiftedBlocks: with the other three terms of (s_x
+// q + o_x) (s_w c + o_w), from the sums of both codes.
 #pragma once
 
 #include <type_traits>
@@ -20,6 +21,7 @@
 #include "cuda/launch.h"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/quantized_matmul.h"
+#include "cuda/rounded_weights.cuh"
 #include "cuda/tensor_map.h"
 #include "cuda/wgmma.cuh"
 #include "layout.h"
@@ -50,6 +52,7 @@ struct Shape {
   static constexpr bool kRows = kMode == Mode::kRows;
   static constexpr bool kExact = kRows && !kFloat8;  // sums are integers to the end
   static constexpr bool kShifted = kMode == Mode::kShiftedBlocks;
+  static constexpr bool kSixteenfold = kMode == Mode::kBlocks && kBits == 4 && !kFloat8;  // where 8 is the zero of all
   static constexpr int kStepWords = kBits / 2;            // of 32 inputs, for a lane's two outputs
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
   static constexpr int kXBytes = kTokens * kStageK;
@@ -83,47 +86,37 @@ __device__ __forceinline__ int group_of(int stage, int log2_stages) {
   return log2_stages < 0 ? 0 : stage >> log2_stages;
 }
 
-// A scale and a shift as they lie in memory, loaded now and read later.
-struct RawFactor {
-  uint32_t scale, shift;
+// Where a stage has what belongs to a token: a lane's four of 16, as they are in its sums, lie next to each other.
+__device__ __forceinline__ int token_place(int token) {
+  return (token & ~15) + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
+}
 
-  __device__ __forceinline__ void load(const MatmulArgs& args, int64_t batch, int64_t group, int64_t n) {
-    const auto bits = [&](const void* array, int64_t at, DType type) -> uint32_t {
-      switch (element_size(type)) {
-        case 4:
-          return static_cast<const uint32_t*>(array)[at];
-        case 2:
-          return static_cast<const uint16_t*>(array)[at];
-        default:
-          return static_cast<const uint8_t*>(array)[at];
-      }
-    };
-    const int64_t at = group * args.n + n;
-    scale = bits(args.scales, batch * args.scales_batch_stride + at, args.scale_dtype);
-    shift = 0;
-    if (args.shift_mode != ShiftMode::kNone) {
-      shift = bits(args.shift, batch * args.shift_batch_stride + at, args.shift_dtype);
-    }
+// A scale and a shift of an output and group as the factor of its codes.
+template <typename S>
+__device__ __forceinline__ Factor factor_of(const MatmulArgs& args, float scale, float shift) {
+  Factor to{};
+  to.scale = scale;
+  float zero = static_cast<float>(bias_of(S::kBits));
+  if (S::kBits == 4 && args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8) {
+    zero = shift;
+  } else if (args.shift_mode == ShiftMode::kZeros) {
+    to.shift = (zero - shift) * to.scale;
+  } else if (args.shift_mode == ShiftMode::kOffsets) {
+    to.shift = fmaf(zero, to.scale, shift);
   }
+  if (S::kFloat8) to.scale *= 512.f;  // codes of weights count 2^-9
+  if (S::kSixteenfold && args.shift_mode == ShiftMode::kNone) to.scale *= 1.f / 16;
+  to.lift = static_cast<uint32_t>(128 - static_cast<int>(zero)) * 0x01010101u;
+  return to;
+}
 
-  template <typename S>
-  __device__ __forceinline__ Factor factor(const MatmulArgs& args) const {
-    Factor to{};
-    to.scale = load_element(&scale, 0, args.scale_dtype);
-    const float value = load_element(&shift, 0, args.shift_dtype);
-    float zero = static_cast<float>(bias_of(S::kBits));
-    if (S::kBits == 4 && args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8) {
-      zero = value;
-    } else if (args.shift_mode == ShiftMode::kZeros) {
-      to.shift = (zero - value) * to.scale;
-    } else if (args.shift_mode == ShiftMode::kOffsets) {
-      to.shift = fmaf(zero, to.scale, value);
-    }
-    if (S::kFloat8) to.scale *= 512.f;  // codes of weights count 2^-9
-    to.lift = static_cast<uint32_t>(128 - static_cast<int>(zero)) * 0x01010101u;
-    return to;
-  }
-};
+// Sixteen times a packed word's codes of four bits less 8, as signed_bytes: a nibble in the upper half of a byte, with
+// its highest bit the other way, is that.
+__device__ __forceinline__ void sixteenfold_bytes(uint32_t word, uint32_t& first, uint32_t& second) {
+  const uint32_t low = word << 4;
+  first = __byte_perm(low, word, 0x6240) & 0xf0f0f0f0u ^ 0x80808080u;
+  second = __byte_perm(low, word, 0x7351) & 0xf0f0f0f0u ^ 0x80808080u;
+}
 
 // A packed word's codes less their zero, as operands: for four bits those of both steps of 16 inputs.
 template <typename S>
@@ -195,67 +188,122 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
         }
       }
     } else if constexpr (!S::kRows) {
-      // Factors of the outputs, or of the tokens: the next stage's are on their way while this one's wait for room.
-      for (int index = cluster; index < params.tiles; index += clusters) {
-        const Tile tile = tile_at(index);
-        if (producer == 1) {
-          RawFactor factors[kOutputs / 32];
-          const auto fetch = [&](int stage) {
+      if (producer == 1) {
+        // Factors of the outputs: the next stages' are on their way while this one's wait for room.
+        const auto gather = [&](auto scale_type, auto shift_type) {
+          using Scale = decltype(scale_type);
+          using Shift = decltype(shift_type);
+          constexpr bool kShift = !std::is_same_v<Shift, NoShift>;
+          constexpr int kEach = kOutputs / 32;
+          for (int index = cluster; index < params.tiles; index += clusters) {
+            const Tile tile = tile_at(index);
+            const int64_t first = tile.n0 + lane;
+            const int left = static_cast<int>(min(args.n - first, int64_t{kOutputs}));
+            const auto* const scales =
+                static_cast<const Scale*>(args.scales) + tile.batch * args.scales_batch_stride + first;
+            const auto* const shifts =
+                static_cast<const Shift*>(args.shift) + tile.batch * args.shift_batch_stride + first;
+            Scale scale[2][kEach];
+            Shift shift[2][kEach];
+            const auto fetch = [&](int stage, auto& to_scale, auto& to_shift) {
+              const int64_t row = group_of(stage, params.log2_group_stages) * args.n;
 #pragma unroll
-            for (int i = 0; i < kOutputs / 32; ++i) {
-              factors[i].load(args, tile.batch, group_of(stage, params.log2_group_stages),
-                              min(int64_t{tile.n0} + lane + 32 * i, args.n - 1));
+              for (int i = 0; i < kEach; ++i) {
+                to_scale[i] = 32 * i < left ? scales[row + 32 * i] : Scale{};
+                if constexpr (kShift) to_shift[i] = 32 * i < left ? shifts[row + 32 * i] : Shift{};
+              }
+            };
+            fetch(0, scale[0], shift[0]);
+            if (stages > 1) fetch(1, scale[1], shift[1]);
+            for (int stage = 0; stage < stages; stage += 2) {
+#pragma unroll
+              for (int next = 0; next < 2; ++next) {
+                if (stage + next == stages) break;
+                ring.wait_empty();
+                Factor* to = reinterpret_cast<Factor*>(ring.stage() + S::kFactorsAt) + lane;
+#pragma unroll
+                for (int i = 0; i < kEach; ++i) {
+                  float of_shift = 0.f;
+                  if constexpr (kShift) of_shift = to_float(shift[next][i]);
+                  to[32 * i] = factor_of<S>(args, to_float(scale[next][i]), of_shift);
+                }
+                ring.fill(lane);
+                ring.advance();
+                if (stage + next + 2 < stages) fetch(stage + next + 2, scale[next], shift[next]);
+              }
             }
-          };
-          fetch(0);
-          for (int stage = 0; stage < stages; ++stage, ring.advance()) {
-            ring.wait_empty();
-            Factor* to = reinterpret_cast<Factor*>(ring.stage() + S::kFactorsAt) + lane;
-#pragma unroll
-            for (int i = 0; i < kOutputs / 32; ++i) to[32 * i] = factors[i].template factor<S>(args);
-            ring.fill(lane);
-            if (stage + 1 < stages) fetch(stage + 1);
           }
+        };
+        const auto with_shift = [&](auto scale) {
+          if (args.shift_mode == ShiftMode::kNone) return gather(scale, NoShift{});
+          if constexpr (S::kBits == 4 || S::kShifted) {
+            if (args.shift_dtype == DType::kU8) return gather(scale, uint8_t{});
+          }
+          if constexpr (S::kShifted) {
+            if (args.shift_dtype == DType::kF16) return gather(scale, __half{});
+            if (args.shift_dtype == DType::kBF16) return gather(scale, __nv_bfloat16{});
+            gather(scale, float{});
+          }
+        };
+        if (args.scale_dtype == DType::kF16) {
+          with_shift(__half{});
+        } else if (args.scale_dtype == DType::kBF16) {
+          with_shift(__nv_bfloat16{});
         } else {
-          constexpr int kEach = kTokens / 64;
-          const int first = (producer - 2) * (kTokens / 2) + lane;
-          float values[S::kTokenArrays][kEach];
-          const auto fetch = [&](int stage) {
+          with_shift(float{});
+        }
+      } else {
+        // Scales of the tokens, sums and offsets, likewise.
+        constexpr int kEach = kTokens / 64;
+        const int first = (producer - 2) * (kTokens / 2) + lane;
+        const int place = (producer - 2) * (kTokens / 2) + token_place(lane);
+        const int64_t sum_groups = max(all.x_groups, args.groups);
+        for (int index = cluster; index < params.tiles; index += clusters) {
+          const Tile tile = tile_at(index);
+          const int64_t token = tile.m0 + first;
+          const int left = static_cast<int>(min(args.m - token, int64_t{kTokens}));
+          const int64_t scale_at = tile.batch * all.x_scales_batch_stride + token * all.x_groups;
+          const int64_t sum_at = tile.batch * all.x_sums_batch_stride + token * sum_groups;
+          float values[2][S::kTokenArrays][kEach];
+          const auto fetch = [&](int stage, float (&to)[S::kTokenArrays][kEach]) {
+            const int64_t at = scale_at + group_of(stage, params.log2_x_group_stages);
 #pragma unroll
             for (int i = 0; i < kEach; ++i) {
-              const int64_t m = min(int64_t{tile.m0} + first + 32 * i, args.m - 1);
-              const int64_t at = tile.batch * all.x_scales_batch_stride + m * all.x_groups +
-                                 group_of(stage, params.log2_x_group_stages);
-              values[0][i] = __ldg(all.x_scales + at);
+#pragma unroll
+              for (int array = 0; array < S::kTokenArrays; ++array) to[array][i] = 0.f;
+              if (32 * i >= left) continue;
+              to[0][i] = __ldg(all.x_scales + at + i * 32 * all.x_groups);
               if constexpr (S::kShifted) {
-                values[1][i] = values[2][i] = 0.f;
-                if (all.x_sums != nullptr) {
-                  const int64_t groups = max(all.x_groups, args.groups);
-                  const int64_t sum_at =
-                      tile.batch * all.x_sums_batch_stride + m * groups + group_of(stage, params.log2_sum_group_stages);
-                  values[1][i] = S::kFloat8 ? static_cast<const float*>(all.x_sums)[sum_at]
-                                            : static_cast<float>(static_cast<const int32_t*>(all.x_sums)[sum_at]);
-                  // Of a group of several stages each has its share: the last of them counts it.
-                  const bool last = params.log2_sum_group_stages < 0
-                                        ? stage + 1 == stages
-                                        : (stage + 1 & (1 << params.log2_sum_group_stages) - 1) == 0;
-                  if (!last) values[1][i] = 0.f;
+                // Of a group of several stages each has its share of the sum: the last of them counts it.
+                const bool last = params.log2_sum_group_stages < 0
+                                      ? stage + 1 == stages
+                                      : (stage + 1 & (1 << params.log2_sum_group_stages) - 1) == 0;
+                if (all.x_sums != nullptr && last) {
+                  const int64_t sum = sum_at + i * 32 * sum_groups + group_of(stage, params.log2_sum_group_stages);
+                  to[1][i] = S::kFloat8 ? static_cast<const float*>(all.x_sums)[sum]
+                                        : static_cast<float>(static_cast<const int32_t*>(all.x_sums)[sum]);
                 }
-                if (all.x_offsets != nullptr) values[2][i] = __ldg(all.x_offsets + at);
+                if (all.x_offsets != nullptr) to[2][i] = __ldg(all.x_offsets + at + i * 32 * all.x_groups);
               }
             }
           };
-          fetch(0);
-          for (int stage = 0; stage < stages; ++stage, ring.advance()) {
-            ring.wait_empty();
-            float* to = reinterpret_cast<float*>(ring.stage() + S::kTokensAt) + first;
+          fetch(0, values[0]);
+          if (stages > 1) fetch(1, values[1]);
+          for (int stage = 0; stage < stages; stage += 2) {
 #pragma unroll
-            for (int array = 0; array < S::kTokenArrays; ++array) {
+            for (int next = 0; next < 2; ++next) {
+              if (stage + next == stages) break;
+              ring.wait_empty();
+              float* to = reinterpret_cast<float*>(ring.stage() + S::kTokensAt) + place;
 #pragma unroll
-              for (int i = 0; i < kEach; ++i) to[array * kTokens + 32 * i] = values[array][i];
+              for (int array = 0; array < S::kTokenArrays; ++array) {
+#pragma unroll
+                for (int i = 0; i < kEach; ++i) to[array * kTokens + 32 * i] = values[next][array][i];
+              }
+              ring.fill(lane);
+              ring.advance();
+              if (stage + next + 2 < stages) fetch(stage + next + 2, values[next]);
             }
-            ring.fill(lane);
-            if (stage + 1 < stages) fetch(stage + 1);
           }
         }
       }
@@ -267,26 +315,11 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
     float* const staged =
         reinterpret_cast<float*>(shared + S::kStagedAt) + me.warpgroup * kStagedTokens * tiles::kStagedStride;
     float* const of_tokens = reinterpret_cast<float*>(shared + S::kRowsAt) + me.warpgroup * 3 * kTokens;  // kRows
+    const bool sixteenfold = S::kSixteenfold && args.shift_mode == ShiftMode::kNone;
     const bool is_static = all.fused != nullptr;
     const bool plain =
         args.activation == Activation::kNone && args.y_dtype != DType::kF32 && !is_static && args.n % 8 == 0;
     const bool sums_weights = all.x_offsets != nullptr;
-    const auto my_turn = [&] {
-      if (me.warpgroup == 0) {
-        ptx::named_sync<3, 256>();
-      } else {
-        ptx::named_sync<4, 256>();
-      }
-    };
-    const auto your_turn = [&] {
-      if (me.warpgroup == 0) {
-        ptx::named_arrive<4, 256>();
-      } else {
-        ptx::named_arrive<3, 256>();
-      }
-    };
-    if ((!S::kRows || S::kFloat8) && me.warpgroup == 1) your_turn();  // the first has the first
-
     for (int index = cluster; index < params.tiles; index += clusters) {
       const Tile tile = tile_at(index);
       const int n0 = tile.n0 + me.warpgroup * kTileN;
@@ -296,9 +329,13 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
       if constexpr (S::kRows) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          RawFactor raw;
-          raw.load(args, tile.batch, 0, output(i));
-          factor[i] = raw.template factor<S>(args);
+          const int64_t at = output(i);
+          float shift = 0.f;
+          if (args.shift_mode != ShiftMode::kNone) {
+            shift = load_element(args.shift, tile.batch * args.shift_batch_stride + at, args.shift_dtype);
+          }
+          factor[i] = factor_of<S>(
+              args, load_element(args.scales, tile.batch * args.scales_batch_stride + at, args.scale_dtype), shift);
         }
 #pragma unroll
         for (int i = 0; i < kTokens / 128; ++i) {
@@ -335,7 +372,10 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
       };
       // Their codes as operands.
       const auto convert_step = [&](int stage, int step, const uint32_t (&words)[S::kStepWords], uint32_t (&to)[4]) {
-        if constexpr (S::kBits == 4) {
+        if (S::kBits == 4 && sixteenfold) {
+          sixteenfold_bytes(words[0], to[0], to[2]);
+          sixteenfold_bytes(words[1], to[1], to[3]);
+        } else if constexpr (S::kBits == 4) {
           signed_bytes<S>(words[0], factor[0].lift, to[0], to[2]);
           signed_bytes<S>(words[1], factor[1].lift, to[1], to[3]);
         } else {
@@ -397,20 +437,28 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
         ptx::wgmma_wait<0>();
         ring.release(last_slot, lane, kCluster);
       } else {
-        uint32_t words[kSteps][S::kStepWords];
-        const auto load_words = [&] {
+        // A quarter of the tokens at a time: the tensor cores make the next sums while these are scaled.
+        using Sum = std::conditional_t<S::kFloat8, float, int>;
+        constexpr int kPart = 64, kParts = kTokens / kPart;
+        Sum sums[2][kPart / 2];
+        uint32_t codes[kSteps][4];
+        const auto multiply = [&](int part) {
+          const uint64_t x = ptx::wgmma_descriptor(ring.stage()) + (part * kPart * kStageK >> 4);
+          ptx::keep(sums[part % 2]);
+          ptx::wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < kSteps; ++i) load_step(i, words[i]);
+          for (int i = 0; i < kSteps; ++i) {
+            if constexpr (S::kFloat8) {
+              ptx::WgmmaBytes<kPart>::e4m3(sums[part % 2], codes[i], x + (i * 32 >> 4), i > 0);
+            } else {
+              ptx::WgmmaBytes<kPart>::s8(sums[part % 2], codes[i], x + (i * 32 >> 4), i > 0);
+            }
+          }
+          ptx::wgmma_commit();
         };
-        const auto prepare = [&] {
-          ring.wait_full();
-          if constexpr (S::kBits == 4) load_words();  // there are registers for those alone
-        };
-        prepare();
 #pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
-          if constexpr (S::kBits == 8) load_words();
-          const int at = ring.at.slot;
+          ring.wait_full();
           const uint8_t* const data = ring.stage();
           if constexpr (!S::kRows) {
             const Factor* factors =
@@ -418,7 +466,9 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
             factor[0] = factors[0];
             factor[1] = factors[8];
           }
-          uint32_t codes[kSteps][4];
+          uint32_t words[kSteps][S::kStepWords];
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) load_step(i, words[i]);
 #pragma unroll
           for (int i = 0; i < kSteps; ++i) convert_step(stage, i, words[i], codes[i]);
 #pragma unroll
@@ -434,66 +484,53 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
               }
             }
           }
-          const uint64_t x = ptx::wgmma_descriptor(data);
+          multiply(0);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            constexpr int kHalf = kTokens / 2;
-            std::conditional_t<S::kFloat8, float, int> part[kHalf / 2];
-            ptx::keep(part);
-            // The warpgroups take turns: one has the tensor cores while the other scales its sums.
-            my_turn();
-            ptx::wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) {
-              const uint64_t operand_x = x + ((half * kHalf * kStageK + i * 32) >> 4);
-              if constexpr (S::kFloat8) {
-                ptx::WgmmaBytes<kHalf>::e4m3(part, codes[i], operand_x, i > 0);
-              } else {
-                ptx::WgmmaBytes<kHalf>::s8(part, codes[i], operand_x, i > 0);
-              }
-              if (i == kSteps - 2) ptx::wgmma_commit();
+          for (int part = 0; part < kParts; ++part) {
+            if (part + 1 < kParts) {
+              multiply(part + 1);
+              ptx::wgmma_wait<1>();
+            } else {
+              ptx::wgmma_wait<0>();
             }
-            ptx::wgmma_commit();
-            ptx::wgmma_wait<1>();
-            your_turn();  // its first products follow on this one's last
-            ptx::wgmma_wait<0>();
-            ptx::keep(part);
-            if (half == 1) {
-              ring.advance();
-              if (stage + 1 < stages) prepare();  // while sums are scaled
-            }
-            const float* const tokens = reinterpret_cast<const float*>(data + S::kTokensAt) + half * kHalf +
-                                        lane % 4 * 2;  // two of every eight
+            Sum(&from)[kPart / 2] = sums[part % 2];
+            ptx::keep(from);
+            float* const to = acc + part * (kPart / 2);
+            if constexpr (S::kRows) {
 #pragma unroll
-            for (int block = 0; block < kHalf / 8; ++block) {
-              float* const to = acc + half * (kHalf / 2) + 4 * block;
-              if constexpr (S::kRows) {
+              for (int i = 0; i < kPart / 2; ++i) to[i] += from[i];
+            } else {
+              const float4* const tokens =
+                  reinterpret_cast<const float4*>(data + S::kTokensAt) + part * (kPart / 4) + lane % 4;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) to[i] += part[4 * block + i];
-              } else {
-                const float2 scale = *reinterpret_cast<const float2*>(tokens + 8 * block);
-                float2 sum{}, offset{};
+              for (int block = 0; block < kPart / 16; ++block) {
+                const auto four = [&](int array, float (&to)[4]) {
+                  const float4 read = tokens[array * (kTokens / 4) + 4 * block];
+                  to[0] = read.x, to[1] = read.y, to[2] = read.z, to[3] = read.w;
+                };
+                float scale[4], sum[4] = {}, offset[4] = {};
+                four(0, scale);
                 if constexpr (S::kShifted) {
-                  sum = *reinterpret_cast<const float2*>(tokens + kTokens + 8 * block);
-                  offset = *reinterpret_cast<const float2*>(tokens + 2 * kTokens + 8 * block);
+                  four(1, sum);
+                  four(2, offset);
                 }
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                  const float value = static_cast<float>(part[4 * block + i]);
-                  const float of_x = i % 2 == 0 ? scale.x : scale.y;
+                for (int i = 0; i < 8; ++i) {
+                  const int at = 8 * block + i, token = i / 4 * 2 + i % 2;
+                  const Factor& with = factor[i / 2 % 2];
+                  const float value = static_cast<float>(from[at]);
                   if constexpr (S::kShifted) {
-                    const float shifted =
-                        fmaf(value, factor[i / 2].scale, factor[i / 2].shift * (i % 2 == 0 ? sum.x : sum.y));
-                    to[i] = fmaf(of_x, shifted, to[i]);
-                    to[i] = fmaf(i % 2 == 0 ? offset.x : offset.y, of_weights[i / 2], to[i]);
+                    to[at] = fmaf(scale[token], fmaf(value, with.scale, with.shift * sum[token]), to[at]);
+                    to[at] = fmaf(offset[token], of_weights[i / 2 % 2], to[at]);
                   } else {
-                    to[i] = fmaf(value * factor[i / 2].scale, of_x, to[i]);
+                    to[at] = fmaf(value * with.scale, scale[token], to[at]);
                   }
                 }
               }
             }
           }
-          ring.release(at, lane, kCluster);
+          ring.release(ring.at.slot, lane, kCluster);
+          ring.advance();
         }
       }
 

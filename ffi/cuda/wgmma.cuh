@@ -125,9 +125,9 @@ struct WgmmaShared<256> {
 };
 
 template <>
-struct WgmmaBytes<128> {
-  WONLY_WGMMA_S8(128, 64, 64, 65, 66, 67, 68, 69)
-  WONLY_WGMMA_E4M3(128, 64, 64, 65, 66, 67, 68, 69)
+struct WgmmaBytes<64> {
+  WONLY_WGMMA_S8(64, 32, 32, 33, 34, 35, 36, 37)
+  WONLY_WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37)
 };
 template <>
 struct WgmmaBytes<256> {
