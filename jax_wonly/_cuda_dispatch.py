@@ -227,8 +227,8 @@ def kernel(
         and shift_mode != ShiftMode.TABLE
         and m <= _DECODE_TOKENS
         and (groups == 1 or k // groups >= 128)
-        and batch == 1
-        and n * k * bits // 8 >= _DECODE_BYTES
+        and batch * n * k * bits // 8 >= _DECODE_BYTES
+        and _gpu()[1] // batch * batch >= _gpu()[1] * 9 // 10
     ):
         return "matmul_decode"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]

@@ -121,11 +121,13 @@ def test_kernels_on_cuda(monkeypatch):
 
     def kernel(m, k=8192, n=8192, dtype=jnp.bfloat16, **options):
         qt = shapes_of(k, n, **options)
-        return jw.explain(STRUCT((m, k), dtype), qt, platform="cuda", implementation="cuda").kernel
+        return jw.explain(STRUCT((*qt.shape[:-2], m, k), dtype), qt, platform="cuda", implementation="cuda").kernel
 
     assert [kernel(m) for m in (1, 2, 3, 8, 9)] == ["matmul_decode"] * 2 + ["matmul_stream"] * 2 + ["matmul_warpgroup"]
     assert [kernel(1, group_size=g) for g in (64, 256, None)] == ["matmul_stream", "matmul_decode", "matmul_decode"]
     assert [kernel(1, 4096, n) for n in (6080, 6144)] == ["matmul_stream", "matmul_decode"]
+    assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (8, 17, 132)} == {"matmul_decode"}
+    assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (1, 50, 133)} == {"matmul_stream"}
     assert [kernel(4, 4096, n, bits=8) for n in (132 * 64, 132 * 64 + 1)] == ["matmul_stream", "matmul_stream"]
     assert kernel(4, 4096, 132 * 64 + 8, bits=8) == "matmul_warpgroup"
     assert kernel(16, n=8196) == kernel(40, dtype=jnp.float32) == "matmul_stream"

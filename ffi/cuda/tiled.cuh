@@ -1,8 +1,8 @@
 // Products of hundreds of tokens and more on Hopper, bound by the tensor cores: wgmma with the weights as the register
 // operand, straight from the packed format.
 //
-// Two CTAs of a cluster compute neighbouring blocks of 128 outputs for the same rows of activations. One producer warp
-// of each keeps a ring of stages of 64 inputs full: its own packed weights, and half of the activations for both. Two
+// Two CTAs of a cluster compute neighbouring blocks of 128 outputs for the same rows of activations. Two producer warps
+// of each keep a ring of stages of 64 inputs full: its own packed weights, and half of the activations for both. Two
 // warpgroups of 64 outputs turn their codes into weights of the activations' type (rounded once, as a dequantized
 // weight is) while the tensor cores work on the stage before. CTAs stay and walk over the tiles. Sums are in float32.
 //
@@ -124,6 +124,63 @@ struct Params {
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
 };
 
+// One of two warps that fill stages with copies: activations, or weights. Two, because with few rows a stage is
+// multiplied as fast as one thread asks for its copies; for the same reason addresses are at hand before a stage is
+// empty.
+template <typename S>
+__device__ __forceinline__ void copy_placed(const Params<typename S::Source>& params, const typename S::Source& source,
+                                            const CUtensorMap& x_map, tiles::Ring<S::kStages, S::kStageBytes>& ring,
+                                            int64_t count, int rank, bool activations) {
+  const MatmulArgs& args = params.args;
+  for (int64_t index = 0; index < count; ++index) {
+    const Tile tile = source.tile(index);
+    ring.wait_empty();
+    if (activations && ptx::elect_one()) *ring.template note<Tile>() = tile;
+    if (tile.weights < 0) {  // an empty stage
+      if (activations && ptx::elect_one()) ptx::barrier_arrive(ring.filled());
+      ring.advance();
+      continue;
+    }
+    const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.weights, tile.n0);
+    if (activations) {
+      const int columns = source.columns(tile), x_bytes = columns * kStageK * 2;
+      const int x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
+      const int share = (columns / kCluster + kBoxRows - 1) / kBoxRows * kBoxRows;
+      const int begin = rank * share, boxes = (rank == 0 ? share : columns - share) / kBoxRows;
+      const int first = tile.first + begin;
+      for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, ring.advance()) {
+        ring.wait_empty();
+        if (!ptx::elect_one()) continue;
+        ptx::barrier_expect(ring.filled(), x_bytes + strips.count * strips.bytes(stage));
+        uint8_t* const to = ring.stage() + begin * kStageK * 2;
+#pragma unroll
+        for (int box = 0; box < kTileRows / kCluster / kBoxRows; ++box) {
+          if (box < boxes) {
+            ptx::tensor_copy_3d_multicast(to + box * kBoxRows * kStageK * 2, &x_map, stage * kStageK,
+                                          first + box * kBoxRows, x_batch, ring.filled(), (1 << kCluster) - 1);
+          }
+        }
+      }
+    } else {
+      const int64_t strip_words = static_cast<int64_t>(strips.k_tiles) * kTileWords;
+      const uint32_t* from = strips.words + tile.first_stage * (S::kTiles * kTileWords);
+      for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, ring.advance()) {
+        ring.wait_empty();
+        if (ptx::elect_one()) {
+          uint8_t* const to = ring.stage() + S::kXBytes;
+          const int bytes = strips.bytes(stage);
+#pragma unroll
+          for (int i = 0; i < kWarpgroups; ++i) {
+            if (i < strips.count)
+              ptx::bulk_copy(to + i * S::kWeightBytes, from + i * strip_words, bytes, ring.filled());
+          }
+        }
+        from += S::kTiles * kTileWords;
+      }
+    }
+  }
+}
+
 template <typename S>
 __global__ void __launch_bounds__(kThreads, 1)
     tiled_matmul(const __grid_constant__ Params<typename S::Source> params, const __grid_constant__ CUtensorMap x_map) {
@@ -144,29 +201,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warp >= kWarpgroups * 4) {
     ptx::lower_registers<tiles::kProducerRegisters>();
-    if (warp == kWarpgroups * 4) {
+    if (Source::kPlaced && (warp == kWarpgroups * 4 || warp == kWarpgroups * 4 + kAffineWarps + 1)) {
+      copy_placed<S>(params, source, x_map, ring, count, rank, warp == kWarpgroups * 4);
+    } else if (warp == kWarpgroups * 4) {
       for (int64_t index = 0; index < count; ++index) {
         const Tile tile = source.tile(index);
-        if (tile.weights < 0) {
-          if constexpr (Source::kPlaced) {  // an empty stage
-            ring.wait_empty();
-            if (ptx::elect_one()) {
-              *ring.template note<Tile>() = tile;
-              ptx::barrier_arrive(ring.filled());
-            }
-            ring.advance();
-          }
-          continue;
-        }
+        if (tile.weights < 0) continue;
         const int x_bytes = source.columns(tile) * kStageK * 2, x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
         const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.weights, tile.n0);
         auto walk = source.walk(tile, rank);
         for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
           ring.wait_empty();
           if (!ptx::elect_one()) continue;
-          if constexpr (Source::kPlaced) {
-            if (stage == tile.first_stage) *ring.template note<Tile>() = tile;
-          }
           ptx::barrier_expect(ring.filled(), x_bytes + strips.count * strips.bytes(walk.stage));
           source.copy(ring.stage(), &x_map, tile, walk, x_batch, rank, ring.filled());
           strips.copy(ring.stage() + S::kXBytes, walk.tap, walk.stage, ring.filled());

@@ -50,6 +50,16 @@ def test_rows(rng, m, x_dtype, implementation):
         assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, m=m, mode=mode))
 
 
+@pytest.mark.parametrize("m", [129, 150, 180, 215, 250])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tiles_of_every_height(rng, bits, m):
+    """So many outputs that each multiprocessor has a tile, which is no higher than it must be."""
+    weight = random_weight(rng, 256, 16896, bits=bits, group_size=64, scale_dtype="bfloat16")
+    x = random_x(rng, (m, 256), "bfloat16")
+    y = jw.matmul(x, weight.qt, implementation="cuda")
+    assert_product(y, x, weight, rounded_weights=rounds_weights("cuda", m=m, mode="symmetric"))
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
