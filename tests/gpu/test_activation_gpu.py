@@ -94,6 +94,8 @@ def test_shapes(rng):
     blocks = rows | {"x_group": 128, "group_size": 128}
     check_product(rng, m=3000, k=512, n=5000, bits=8, **rows)
     check_product(rng, m=3000, k=512, n=5000, bits=4, **blocks)
+    for k, mode in ((128, "symmetric"), (640, "symmetric"), (640, "offsets")):  # one stage, and an odd number of them
+        check_product(rng, m=140, k=k, n=200, bits=8, **blocks | {"mode": mode})
 
 
 def test_batches(rng):
