@@ -8,7 +8,7 @@ that rotate through weights of more than four times the L2 (or 24 of them, where
 turns. Microseconds:
 
 - ``us``: ``jax_wonly.conv_general_dilated`` as it chooses;
-- ``kernel_us``, ``dequantize_us``: with ``implementation="cuda"``, null where features are in groups, for which there
+- ``kernel_us``, ``dequantize_us``: with ``implementation="cuda"``, null for groups of several inputs, for which there
   is no kernel, and ``"dequantize"``;
 - ``dense_us``: ``jax.lax.conv_general_dilated`` of bfloat16 weights that lie as cuDNN wants them (outputs first), which
   saves it a transposition.
@@ -93,14 +93,14 @@ def measure(
         )
 
     operands = [(x, qt) for qt, _ in weights]
-    running = {} if groups > 1 else {"kernel_us": Calls(ours("cuda"), operands)}
+    running = {} if 1 < groups < inputs else {"kernel_us": Calls(ours("cuda"), operands)}
     running |= {
         "dequantize_us": Calls(ours("dequantize"), operands),
         "dense_us": Calls(dense, [(x, w) for _, w in weights]),
     }
     # What is chosen is one of these programs.
     chosen, text = "dequantize_us", jax.jit(ours(None)).lower(*operands[0]).as_text()
-    if "wonly_conv" in text:
+    if "wonly_conv" in text or "wonly_direct_conv" in text:
         chosen = "kernel_us"
     for _ in range(rounds):
         for timer in running.values():

@@ -39,6 +39,11 @@
 //     bits, shift_mode, has_bias, activation; window s64[8]: height and width of the window, of which T is the product,
 //     of its strides, of the padding before the first pixel, and of the dilation of taps. CUDA alone. Scales
 //     are of x's type or f32, shift of x's type, and zeros also u8. Scratch, of any size, lets CTAs share inputs.
+//   wonly_direct_conv_v1(x[B, D, H, W, C], qw u32[T, Nt, Kt, 512], scales[Ts, G, N], (shift[Tz, G, N]), (bias[1, N]))
+//       -> y[B, D', H', W', N]
+//     bits, shift_mode, has_bias, activation, groups; window s64[12]: of depth, height and width the window, of which T
+//     is the product, the strides, the padding before the first pixel, and the dilation of taps. K is C / groups, and
+//     output n belongs to group n / (N / groups). Ts and Tz are 1 or T. CUDA alone, and K = 1.
 //
 // x, w, y, dx, dy: f16, bf16 or f32. scales, bias: f16, bf16 or f32. shift: those (zeros or offsets), or u8 (integer
 // zeros). The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1)
@@ -71,6 +76,10 @@ struct ConvAxis {
 struct ConvGeometry {
   int images;
   ConvAxis height, width;
+};
+struct DirectConvGeometry {
+  int images, groups;
+  ConvAxis depth, height, width;
 };
 
 // Element types the kernels know, apart from any framework's numbering.

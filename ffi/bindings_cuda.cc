@@ -16,6 +16,7 @@
 #include "calls.h"
 #include "cuda/conv.h"
 #include "cuda/device.h"
+#include "cuda/direct_conv.h"
 #include "cuda/matmul.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/quantize.h"
@@ -196,6 +197,29 @@ ffi::Error convolution(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw,
   args.geometry = geometry;
   if (!conv::supports(args)) return invalid("there is no CUDA kernel for this convolution");
   return launched("the convolution", launch_conv(args, stream));
+}
+
+ffi::Error direct_convolution(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
+                              ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t shift_mode,
+                              int64_t has_bias, int64_t activation, int64_t groups, ffi::Span<const int64_t> window) {
+  DirectConvOperands operands;
+  WONLY_RETURN_IF_ERROR(
+      check_direct_conv(x, qw, scales, rest, *y, bits, shift_mode, has_bias, activation, groups, window, operands));
+  if (y->element_count() == 0) return ffi::Error::Success();
+  const WeightOperands& weights = operands.weights;
+  const DirectConvGeometry& geometry = operands.geometry;
+  const int64_t pixels = static_cast<int64_t>(y->element_count()) / weights.n;
+  const int64_t features = weights.k * geometry.groups;
+  WONLY_RETURN_IF_ERROR(check_sizes(geometry.images, pixels, weights.k, weights.n, weights.groups));
+  WONLY_RETURN_IF_ERROR(check_sizes(1, static_cast<int64_t>(x.element_count()) / features, 1, 1, 1));
+  DirectConvArgs args{};
+  set_operands(args.product, operands, has_bias == 1);
+  args.product.batch = 1;
+  args.product.m = pixels;
+  args.geometry = geometry;
+  const cudaError_t status = launch_direct_conv(args, stream);
+  if (status == cudaErrorNotSupported) return invalid("there is no CUDA kernel for this convolution in groups");
+  return launched("the convolution in groups", status);
 }
 
 ffi::Error quantize(cudaStream_t stream, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> qw,
@@ -446,6 +470,8 @@ XLA_FFI_DEFINE_HANDLER(kRaggedMatmul, ragged_matmul, bind_ragged_matmul<Stream>(
 XLA_FFI_DEFINE_HANDLER(kRaggedMatmulTransposed, ragged_matmul_transposed, bind_ragged_matmul_transposed<Stream>(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kConv, convolution, bind_conv<Stream>(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kDirectConv, direct_convolution, bind_direct_conv<Stream>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMatmulTransposed, matmul_transposed, bind_matmul_transposed<Stream>(),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kQuantize, quantize, bind_quantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
@@ -505,6 +531,7 @@ nb::dict registrations() {
   targets["wonly_matmul_v1"] = capsule(kMatmul);
   targets["wonly_ragged_matmul_v1"] = capsule(kRaggedMatmul);
   targets["wonly_conv_v1"] = capsule(kConv);
+  targets["wonly_direct_conv_v1"] = capsule(kDirectConv);
   targets["wonly_matmul_transposed_v1"] = capsule(kMatmulTransposed);
   targets["wonly_ragged_matmul_transposed_v1"] = capsule(kRaggedMatmulTransposed);
   targets["wonly_quantize_v1"] = capsule(kQuantize);

@@ -2,7 +2,9 @@
 // handlers on every platform make before they touch memory. What passes comes back as plain structs.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <initializer_list>
 #include <limits>
 #include <sstream>
@@ -78,6 +80,14 @@ struct ConvOperands {
   Activation activation = Activation::kNone;
 };
 
+// The same with depth, and features in groups of k inputs.
+struct DirectConvOperands {
+  Operand x, bias, y;
+  WeightOperands weights;
+  DirectConvGeometry geometry{};
+  Activation activation = Activation::kNone;
+};
+
 // qw[batch, Nt, Kt, 512], scales[batch, groups, n], (shift[batch, groups, n]) of w[batch, k, n]
 struct QuantizeOperands {
   Operand w, scales, shift;
@@ -130,6 +140,15 @@ auto bind_conv() {
                            .RemainingArgs()                  // shift, bias
                            .template Ret<ffi::AnyBuffer>()   // y
                            .template Ret<ffi::AnyBuffer>())  // scratch
+      .template Attr<ffi::Span<const int64_t>>("window");
+}
+
+template <typename Context>
+auto bind_direct_conv() {
+  return bind_epilogue(bind_operands<Context>()
+                           .RemainingArgs()                  // shift, bias
+                           .template Ret<ffi::AnyBuffer>())  // y
+      .template Attr<int64_t>("groups")
       .template Attr<ffi::Span<const int64_t>>("window");
 }
 
@@ -347,48 +366,101 @@ inline ffi::Error check_matmul_transposed(const ffi::AnyBuffer& x, const ffi::An
   return check_weights(qw, scales, rest, bits, shift_mode, false, out.batch, k, n, out.weights);
 }
 
-inline ffi::Error check_conv(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
-                             const ffi::RemainingArgs& rest, const ffi::AnyBuffer& y, int64_t bits, int64_t shift_mode,
-                             int64_t has_bias, int64_t activation, ffi::Span<const int64_t> window, ConvOperands& out) {
-  constexpr int64_t kMost = int64_t{1} << 20;  // what sizes are computed of stays far from the end of int64
-  WONLY_RETURN_IF_ERROR(check_rank("x", x, 4));
-  WONLY_RETURN_IF_ERROR(check_rank("the result", y, 4));
-  if (window.size() != 8) return invalid("window has ", window.size(), " entries; accepted: 8");
-  ConvGeometry& g = out.geometry;
-  for (size_t i = 0; i < 8; ++i) {
-    const bool low = i / 2 == 2;
-    if (window[i] < (low ? -kMost : 1) || window[i] > kMost) {
-      return invalid("window[", i, "] = ", window[i], "; accepted: ", low ? -kMost : 1, " to ", kMost);
-    }
-    ConvAxis& axis = i % 2 == 0 ? g.height : g.width;
-    (i / 2 == 0   ? axis.window
-     : i / 2 == 1 ? axis.stride
-     : low        ? axis.low
-                  : axis.dilation) = static_cast<int>(window[i]);
-  }
-  const auto in = x.dimensions(), result = y.dimensions();
-  for (const int64_t size : {in[0], in[1], in[2], result[1], result[2]}) {
-    if (size > std::numeric_limits<int>::max()) return invalid("a size is ", size, "; accepted: less than 2^31");
-  }
-  g.images = static_cast<int>(in[0]);
-  g.height.size = static_cast<int>(in[1]);
-  g.width.size = static_cast<int>(in[2]);
-  g.height.result = static_cast<int>(result[1]);
-  g.width.result = static_cast<int>(result[2]);
-  const int64_t k = in[3], n = result[3], taps = int64_t{g.height.window} * g.width.window;
-  WONLY_RETURN_IF_ERROR(check_operand("x", x, in[0], false, {in[1], in[2], k}, false, out.x));
+// The epilogue and the weights of a convolution, of which every tap has its own.
+template <typename Operands>
+ffi::Error check_conv_weights(const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales, const ffi::RemainingArgs& rest,
+                              int64_t bits, int64_t shift_mode, int64_t has_bias, int64_t activation, int64_t taps,
+                              int64_t k, int64_t n, Operands& out) {
   WONLY_RETURN_IF_ERROR(check_inputs("x", k));
-  WONLY_RETURN_IF_ERROR(check_operand("the result", y, in[0], false, {result[1], result[2], n}, false, out.y));
   WONLY_RETURN_IF_ERROR(check_choice("has_bias", has_bias, 1));
   WONLY_RETURN_IF_ERROR(check_choice("activation", activation, static_cast<int64_t>(Activation::kSilu)));
   out.activation = static_cast<Activation>(activation);
   WONLY_RETURN_IF_ERROR(check_weights(qw, scales, rest, bits, shift_mode, has_bias == 1, taps, k, n, out.weights));
-  if (qw.dimensions()[0] != taps || scales.dimensions()[0] != taps ||
-      (out.weights.shift.data != nullptr && taps > 1 && out.weights.shift.stride == 0)) {
-    return invalid("qw, scales or shift are not those of ", taps, " taps");
-  }
+  if (qw.dimensions()[0] != taps) return invalid("qw is not that of ", taps, " taps");
   if (has_bias == 0) return ffi::Error::Success();
   return check_operand("bias", *rest.get<ffi::AnyBuffer>(rest.size() - 1), 1, false, {n}, false, out.bias);
+}
+
+// Window, strides, padding and dilation of `axes` axes, one property after the other.
+inline ffi::Error check_window(ffi::Span<const int64_t> window, size_t axes) {
+  constexpr int64_t kMost = int64_t{1} << 20;  // what sizes are computed of stays far from the end of int64
+  if (window.size() != 4 * axes) return invalid("window has ", window.size(), " entries; accepted: ", 4 * axes);
+  for (size_t i = 0; i < window.size(); ++i) {
+    const int64_t least = i / axes == 2 ? -kMost : 1;
+    if (window[i] < least || window[i] > kMost) {
+      return invalid("window[", i, "] = ", window[i], "; accepted: ", least, " to ", kMost);
+    }
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error conv_axis(ffi::Span<const int64_t> window, size_t axes, size_t axis, int64_t size, int64_t result,
+                            ConvAxis& out) {
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  if (size > kMost || result > kMost) {
+    return invalid("a size is ", std::max(size, result), "; accepted: less than 2^31");
+  }
+  const auto property = [&](size_t i) { return static_cast<int>(window[i * axes + axis]); };
+  out = {static_cast<int>(size), static_cast<int>(result), property(0), property(1), property(2), property(3)};
+  return ffi::Error::Success();
+}
+
+inline ffi::Error check_conv(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
+                             const ffi::RemainingArgs& rest, const ffi::AnyBuffer& y, int64_t bits, int64_t shift_mode,
+                             int64_t has_bias, int64_t activation, ffi::Span<const int64_t> window, ConvOperands& out) {
+  WONLY_RETURN_IF_ERROR(check_rank("x", x, 4));
+  WONLY_RETURN_IF_ERROR(check_rank("the result", y, 4));
+  WONLY_RETURN_IF_ERROR(check_window(window, 2));
+  const auto in = x.dimensions(), result = y.dimensions();
+  if (in[0] > std::numeric_limits<int>::max()) return invalid("x has ", in[0], " images; accepted: less than 2^31");
+  ConvGeometry& g = out.geometry;
+  g.images = static_cast<int>(in[0]);
+  WONLY_RETURN_IF_ERROR(conv_axis(window, 2, 0, in[1], result[1], g.height));
+  WONLY_RETURN_IF_ERROR(conv_axis(window, 2, 1, in[2], result[2], g.width));
+  const int64_t k = in[3], n = result[3], taps = int64_t{g.height.window} * g.width.window;
+  WONLY_RETURN_IF_ERROR(check_operand("x", x, in[0], false, {in[1], in[2], k}, false, out.x));
+  WONLY_RETURN_IF_ERROR(check_operand("the result", y, in[0], false, {result[1], result[2], n}, false, out.y));
+  WONLY_RETURN_IF_ERROR(check_conv_weights(qw, scales, rest, bits, shift_mode, has_bias, activation, taps, k, n, out));
+  if (scales.dimensions()[0] != taps ||
+      (out.weights.shift.data != nullptr && taps > 1 && out.weights.shift.stride == 0)) {
+    return invalid("scales or shift are not those of ", taps, " taps");
+  }
+  return ffi::Error::Success();
+}
+
+inline ffi::Error check_direct_conv(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw, const ffi::AnyBuffer& scales,
+                                    const ffi::RemainingArgs& rest, const ffi::AnyBuffer& y, int64_t bits,
+                                    int64_t shift_mode, int64_t has_bias, int64_t activation, int64_t groups,
+                                    ffi::Span<const int64_t> window, DirectConvOperands& out) {
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  WONLY_RETURN_IF_ERROR(check_rank("x", x, 5));
+  WONLY_RETURN_IF_ERROR(check_rank("the result", y, 5));
+  WONLY_RETURN_IF_ERROR(check_window(window, 3));
+  const auto in = x.dimensions(), result = y.dimensions();
+  const int64_t features = in[4], n = result[4];
+  if (groups < 1 || groups > kMost || features % groups != 0 || n % groups != 0) {
+    return invalid("groups = ", groups, "; accepted: what divides ", features, " features and ", n, " outputs");
+  }
+  if (in[0] > kMost) return invalid("x has ", in[0], " images; accepted: less than 2^31");
+  DirectConvGeometry& g = out.geometry;
+  g.images = static_cast<int>(in[0]);
+  g.groups = static_cast<int>(groups);
+  int64_t taps = 1;
+  ConvAxis* const axes[] = {&g.depth, &g.height, &g.width};
+  for (size_t i = 0; i < 3; ++i) {
+    ConvAxis& axis = *axes[i];
+    WONLY_RETURN_IF_ERROR(conv_axis(window, 3, i, in[i + 1], result[i + 1], axis));
+    // Kernels compute positions in 32 bits, also of some pixels and taps beyond the last.
+    const int64_t reach = (int64_t{axis.result} + 16) * axis.stride + (int64_t{axis.window} + 16) * axis.dilation +
+                          std::abs(int64_t{axis.low});
+    taps *= axis.window;
+    if (reach > kMost / 16 || taps > kMost) return invalid("the window reaches too far, or has 2^31 taps");
+  }
+  if (in[3] > kMost / std::max<int64_t>(features, 1)) return invalid("a row of x has 2^31 elements or more");
+  WONLY_RETURN_IF_ERROR(check_operand("x", x, in[0], false, {in[1], in[2], in[3], features}, false, out.x));
+  WONLY_RETURN_IF_ERROR(
+      check_operand("the result", y, in[0], false, {result[1], result[2], result[3], n}, false, out.y));
+  return check_conv_weights(qw, scales, rest, bits, shift_mode, has_bias, activation, taps, features / groups, n, out);
 }
 
 // Of both ragged products; the transposed one has neither bias nor activation.

@@ -12,6 +12,7 @@ QUANTIZE_ACTIVATION = "wonly_quantize_activation_v1"
 QUANTIZED_MATMUL = "wonly_quantized_matmul_v1"
 STATIC_MATMUL = "wonly_static_matmul_v1"
 CONV = "wonly_conv_v1"
+DIRECT_CONV = "wonly_direct_conv_v1"
 
 TARGETS = (
     MATMUL,
@@ -24,6 +25,7 @@ TARGETS = (
     QUANTIZED_MATMUL,
     STATIC_MATMUL,
     CONV,
+    DIRECT_CONV,
 )
 
 

@@ -6,6 +6,7 @@ much the same on other GPUs.
 
 import functools
 import importlib
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ _TILE_OUTPUTS = 256  # of the tiled kernel
 _STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 _STREAM_FLOAT32 = 1.1e6
 STREAM_TOKENS = 16
+_MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
+_FEW_OUTPUTS = 1 << 20  # up to which a depthwise convolution with nine taps or fewer has its kernel (measured)
 _CONV = 650e6  # operations per microsecond of XLA's convolution
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
 
@@ -112,6 +115,10 @@ def _gpu() -> tuple[str, int]:
     return capability, getattr(device, "core_count", _MULTIPROCESSORS)
 
 
+def _capability() -> tuple[int, ...]:
+    return tuple(map(int, _gpu()[0].split(".")))
+
+
 def has_warpgroups() -> bool:
     """Whether the GPU here is of the architecture that the warpgroup and decode kernels need."""
     return _gpu()[0] == "9.0"
@@ -119,7 +126,7 @@ def has_warpgroups() -> bool:
 
 def has_mma() -> bool:
     """Whether products of more than ``STREAM_TOKENS`` have a kernel of other architectures on the GPU here."""
-    return _gpu()[0] != "9.0" and tuple(map(int, _gpu()[0].split("."))) >= (8, 0)
+    return _gpu()[0] != "9.0" and _capability() >= (8, 0)
 
 
 def scratch(batch: int, m: int, n: int, *, table: bool) -> int:
@@ -320,9 +327,36 @@ def conv_kernel(x_dtype, k: int, sizes, results, window) -> bool:
 
 
 def use_conv(pixels: int, k: int, n: int, taps: int, bits: int) -> bool:
-    """Whether the kernel is expected to be at least as fast as dequantized weights and XLA's convolution."""
+    """Whether the kernel is expected to be as fast as dequantized weights and XLA's convolution."""
     kernel, dense = conv_estimate(pixels, k, n, taps, bits)
     return kernel <= dense
+
+
+def direct_conv_kernel(x_shape, k: int, groups: int, results, window) -> bool:
+    """Whether there is a kernel for a convolution in groups of ``k`` inputs: ``ffi/cuda/direct_conv.cu``."""
+    reach = [
+        (result + 16) * stride + (taps + 16) * dilation + abs(low)
+        for result, taps, stride, (low, _), dilation in zip(
+            results, window.size, window.strides, window.padding, window.rhs_dilation, strict=True
+        )
+    ]
+    pixels = max(math.prod(x_shape[:-1]), x_shape[0] * math.prod(results))
+    if len(results) > 3 or max(reach, default=0) >= 2**27 or max(pixels, math.prod(x_shape[-2:])) >= 2**31:
+        return False
+    return k == 1 and groups > 1 and window.taps * 16 <= (63 << 10 if _capability() < (8, 0) else _MOST_SHARED)
+
+
+def use_direct_conv(pixels: int, n: int, groups: int, window) -> bool:
+    """Whether that kernel is at least as fast as dequantized weights and XLA's convolution, as far as was measured."""
+    pairs = n == groups and n % 2 == 0
+    if (
+        not pairs
+        or len(window.size) > 2
+        or max(window.strides, default=1) > 2
+        or max(window.rhs_dilation, default=1) > 1
+    ):
+        return False
+    return window.taps > 9 or 2 in window.strides or pixels * n <= _FEW_OUTPUTS
 
 
 def conv_estimate(pixels: int, k: int, n: int, taps: int, bits: int) -> tuple[float, float]:
@@ -343,7 +377,7 @@ def transposed_kernel(m, n: int, x_dtype) -> str:
 
 def use_transposed_kernel(m, n: int, x_dtype, *, forced: bool = False) -> bool:
     """Whether ``[batch, m, n]`` times transposed weights takes a fused kernel; ``forced``: wherever there is one."""
-    if tuple(map(int, _gpu()[0].split("."))) < (8, 0):
+    if _capability() < (8, 0):
         return False
     if forced or not isinstance(m, int) or transposed_kernel(m, n, x_dtype).endswith("warpgroup"):
         return True
@@ -352,7 +386,7 @@ def use_transposed_kernel(m, n: int, x_dtype, *, forced: bool = False) -> bool:
 
 def use_ragged_transposed_kernel(m, experts: int, n: int, x_dtype, *, forced: bool = False) -> bool:
     """Whether the rows of ``[m, n]`` times their experts' transposed weights take a fused kernel, as above."""
-    if tuple(map(int, _gpu()[0].split("."))) < (8, 0):
+    if _capability() < (8, 0):
         return False
     warpgroups = n % 8 == 0 and has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2
     return forced or warpgroups or not isinstance(m, int) or m <= experts * _most_streamed(x_dtype)

@@ -221,33 +221,50 @@ def _matmul_transposed(rng, platform: str) -> Iterator[Case]:
         yield Case(f"[{m}, {n}], {_scheme_text(bits, size, mode, dtype)}", gradient, (dy, weight.qt), check)
 
 
-def _conv(rng, platform: str) -> Iterator[Case]:
-    for bits, mode, dtype, size, k, n, strides, activation in (
-        (4, "symmetric", "bfloat16", 64, 128, 70, (1, 1), None),
-        (8, "offsets", "float16", None, 72, 130, (2, 1), "relu6"),
-        (4, "integer_zeros", "bfloat16", 32, 64, 256, (1, 2), "silu"),
-    ):
-        weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype, lead=(3, 3))
-        x = _x(rng, (2, 7, 9, k), dtype)
+# Bits, mode, type of x, group size, inputs of a group of features, groups, outputs, strides, activation.
+_CONVOLUTIONS = (
+    (4, "symmetric", "bfloat16", 64, 128, 1, 70, (1, 1), None),
+    (8, "offsets", "float16", None, 72, 1, 130, (2, 1), "relu6"),
+    (4, "integer_zeros", "bfloat16", 32, 64, 1, 256, (1, 2), "silu"),
+)
+_DEPTHWISE_CONVOLUTIONS = (
+    (4, "symmetric", "bfloat16", None, 1, 136, 136, (1, 1), "silu"),
+    (8, "offsets", "float32", None, 1, 33, 66, (1, 2), None),
+    (4, "integer_zeros", "float16", None, 1, 96, 96, (2, 2), "relu6"),
+)
 
-        def check(y, x=x, weight=weight, strides=strides, activation=activation, dtype=dtype):
+
+def _conv(rng, platform: str, cases: Sequence[tuple]) -> Iterator[Case]:
+    for bits, mode, dtype, size, k, groups, n, strides, activation in cases:
+        weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype, lead=(3, 3))
+        x = _x(rng, (2, 7, 9, groups * k), dtype)
+
+        def check(y, x=x, weight=weight, k=k, groups=groups, strides=strides, activation=activation, dtype=dtype):
             padded = np.pad(x.astype(np.float64), ((0, 0), (1, 1), (1, 1), (0, 0)))
             rows, columns = y.shape[1] * strides[0], y.shape[2] * strides[1]
             taps = [padded[:, i : i + rows : strides[0], j : j + columns : strides[1]] for i, j in np.ndindex(3, 3)]
-            x64 = np.concatenate([tap[:, : y.shape[1], : y.shape[2]] for tap in taps], -1)
-            dense, magnitude = (a.reshape(-1, y.shape[-1]) for a in weight.dense())
-            exact = x64 @ dense
-            bound = _product_bound(x64, dense, magnitude, exact, dtype, rounded_weights=True)
-            exact = _activate(exact, activation)
-            return _ratio(np.abs(y.astype(np.float64) - exact), bound + 4e-6 * (1 + np.abs(exact)))
+            ratios = []
+            for g, outputs in enumerate(np.split(np.arange(y.shape[-1]), groups)):
+                x64 = np.concatenate([t[:, : y.shape[1], : y.shape[2], g * k : (g + 1) * k] for t in taps], -1)
+                dense, magnitude = (a.reshape(-1, len(outputs)) for a in weight.dense(outputs))
+                exact = x64 @ dense
+                bound = _product_bound(x64, dense, magnitude, exact, dtype, rounded_weights=True)
+                exact = _activate(exact, activation)
+                ratios.append(
+                    _ratio(np.abs(y[..., outputs].astype(np.float64) - exact), bound + 4e-6 * (1 + np.abs(exact)))
+                )
+            return max(ratios)
 
-        def product(x, qt, strides=strides, activation=activation):
+        def product(x, qt, strides=strides, activation=activation, groups=groups):
             return conv_general_dilated(
-                x, qt, strides, ((1, 1), (1, 1)), activation=activation, implementation=platform
+                *(x, qt, strides, ((1, 1), (1, 1))),
+                feature_group_count=groups,
+                activation=activation,
+                implementation=platform,
             )
 
-        what = f"[2, 7, 9, {k}] * [3, 3, {k}, {n}], {_scheme_text(bits, size, mode, dtype)}, {activation}"
-        yield Case(what, product, (x, weight.qt), check)
+        what = f"[2, 7, 9, {groups * k}] * [3, 3, {k}, {n}], {_scheme_text(bits, size, mode, dtype)}, {activation}"
+        yield Case(what if groups == 1 else f"{what}, {groups} groups", product, (x, weight.qt), check)
 
 
 def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
@@ -443,7 +460,8 @@ def _check_conversion(name: str, words: np.ndarray, out: np.ndarray) -> float:
 CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
     _abi.MATMUL: _matmul,
     _abi.MATMUL_TRANSPOSED: _matmul_transposed,
-    _abi.CONV: _conv,
+    _abi.CONV: lambda rng, platform: _conv(rng, platform, _CONVOLUTIONS),
+    _abi.DIRECT_CONV: lambda rng, platform: _conv(rng, platform, _DEPTHWISE_CONVOLUTIONS),
     _abi.RAGGED_MATMUL: lambda rng, platform: _ragged(rng, platform, False),
     _abi.RAGGED_MATMUL_TRANSPOSED: lambda rng, platform: _ragged(rng, platform, True),
     _abi.QUANTIZE: _quantize,

@@ -1,10 +1,13 @@
 """The choice between the fused CUDA kernels and the dense product."""
 
+import math
+
 import jax.numpy as jnp
 import pytest
 
 from jax_wonly import _cuda_dispatch
 from jax_wonly._abi import ShiftMode
+from jax_wonly.primitives.conv import Window
 
 
 def choose(m, k=8192, n=8192, x=jnp.bfloat16, mode=ShiftMode.NONE, shift=None):
@@ -95,3 +98,31 @@ def test_quantized(warpgroups):
     assert use(1024) == use(4096) == use(4096, blocks=True) == use(1, forced=True) == warpgroups
     assert not use(1) and not use(16) and not use(0, forced=True)
     assert not use(256, 4096, 1024)
+
+
+def test_depthwise_convolutions(monkeypatch):
+    """On any GPU, no further than memory reaches; and taken where it was measured to be no slower."""
+
+    def of(groups, k=1, each=1, size=(3, 3), strides=None, dilation=1, pixels=16, images=2):
+        ones, sizes = (1,) * len(size), (pixels,) * len(size)
+        window = Window(size, strides or ones, ((1, 1),) * len(size), ones, (dilation,) * len(size))
+        results = window.results(sizes)
+        kernel = _cuda_dispatch.direct_conv_kernel((images, *sizes, groups * k), k, groups, results, window)
+        outputs = images * math.prod(results)
+        return kernel, kernel and _cuda_dispatch.use_direct_conv(outputs, groups * each, groups, window)
+
+    for capability in ("7.5", "9.0", "12.0"):
+        monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda capability=capability: (capability, 108))
+        assert (
+            of(32)
+            == of(70)
+            == of(8, size=(31, 31))
+            == of(8, size=(4,))
+            == of(96, pixels=60, strides=(2, 2))
+            == (True, True)
+        )
+        for case in ({"size": (3, 3, 3)}, {"each": 2}, {"dilation": 2}, {"strides": (3, 1)}, {"pixels": 400}):
+            assert of(8, **case) == (True, False)
+        assert of(33) == (True, False) and of(96, pixels=100, size=(5, 5)) == (True, True)
+        for case in ({"k": 4}, {"size": (1, 3, 3, 3)}, {"images": 2**23}, {"size": (101, 101), "pixels": 200}):
+            assert of(32, **case) == (False, False)

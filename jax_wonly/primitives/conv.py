@@ -11,7 +11,7 @@ dequantized weights.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from jax.interpreters import ad, batching
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, ShiftMode
 from jax_wonly._format import tile_k
-from jax_wonly._table import Table
+from jax_wonly._table import Table, as_operand
 from jax_wonly._validate import GROUP_SIZES
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives import matmul as _matmul
@@ -162,75 +162,93 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
     p = params
     if platform == "cpu" and _gathers(x, scales, p):
         return _gathered(x, qw, scales, *rest, p=p, platform=platform)
-    if platform == "cuda" and _prefers_kernel(x, scales, split_rest(rest, p.shift_mode)[0], p):
-        return _kernel(x, qw, scales, *rest, p=p)
+    if platform == "cuda" and (kernel := _cuda_kernel(x, scales, split_rest(rest, p.shift_mode)[0], p)) is not None:
+        return kernel(x, qw, scales, *rest, p=p)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p, platform=platform)
 
 
-def _prefers_kernel(x, scales, shift, p: Params) -> bool:
-    """Whether the CUDA kernel runs, or the weights are dequantized for XLA's convolution."""
+def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None:
+    """The CUDA kernel that runs; None where the weights are dequantized for XLA's convolution."""
     if p.implementation == "dequantize":
-        return False
+        return None
     from jax_wonly import _cuda_dispatch
 
     shape, window = _result_shape(x, scales, p), p.window
-    sizes = (*x.shape, *shape)
-    fits = (
-        len(window.size) in (1, 2)
-        and all(isinstance(size, int) for size in sizes)
-        and set(window.lhs_dilation) == {1}
-        and p.feature_groups == 1
-        and p.table is None
-        # The kernel rounds zeros and offsets to the type of x.
-        and (not shift or shift[0].dtype in (jnp.uint8, x.dtype))
-        and _cuda_dispatch.conv_kernel(x.dtype, p.k, x.shape[1:-1], shape[1:-1], window)
-    )
-    if p.implementation == "cuda":
-        if not fits:
-            raise ValueError(
-                "jax_wonly: implementation='cuda' has no kernel for this convolution; accepted: 16-bit x with one or "
-                "two spatial axes and K a multiple of 8, no lhs_dilation, groups of features or table, zeros and "
-                "offsets of the type of x, strides up to 8, windows and paddings of less than 128 pixels, on sm_90; or "
-                "None."
-            )
-        return True
-    return fits and _cuda_dispatch.use_conv(math.prod(shape[:-1]), p.k, shape[-1], window.taps, p.bits)
+    kernel, wanted = None, False
+    if all(isinstance(size, int) for size in (*x.shape, *shape)) and set(window.lhs_dilation) <= {1}:
+        pixels, n = math.prod(shape[:-1]), shape[-1]
+        if p.feature_groups > 1:
+            if _cuda_dispatch.direct_conv_kernel(x.shape, p.k, p.feature_groups, shape[1:-1], window):
+                kernel, wanted = _direct, _cuda_dispatch.use_direct_conv(pixels, n, p.feature_groups, window)
+        elif (
+            len(window.size) in (1, 2)
+            and p.table is None
+            # The kernel rounds zeros and offsets to the type of x.
+            and (not shift or shift[0].dtype in (jnp.uint8, x.dtype))
+            and _cuda_dispatch.conv_kernel(x.dtype, p.k, x.shape[1:-1], shape[1:-1], window)
+        ):
+            kernel, wanted = _implicit, _cuda_dispatch.use_conv(pixels, p.k, n, window.taps, p.bits)
+    if p.implementation != "cuda":
+        return kernel if wanted else None
+    if kernel is None:
+        raise ValueError(
+            "jax_wonly: implementation='cuda' has no kernel for this convolution; accepted: 16-bit x with one or two "
+            "spatial axes and K a multiple of 8, no table, zeros and offsets of the type of x, strides up to 8, "
+            "windows and paddings of less than 128 pixels, on sm_90; or groups of one input each, up to three spatial "
+            "axes; no lhs_dilation; or None."
+        )
+    return kernel
 
 
-def _kernel(x, qw, scales, *rest, p: Params) -> jax.Array:
-    """The custom call, which has two spatial axes."""
-    shift, bias = split_rest(rest, p.shift_mode)
+def _call(target: str, axes: int, scratch: int, x, qw, parameters, bias, p: Params, **attributes) -> jax.Array:
+    """A custom call for ``axes`` spatial axes, of which x may have fewer."""
     dtype = p.out_dtype if p.out_dtype in (x.dtype, jnp.float32) else jnp.dtype(jnp.float32)
-    shape, window = _result_shape(x, scales, p), p.window
-    one = len(window.size) == 1
-    wide = (shape[0], 1, *shape[1:]) if one else shape
+    window = p.window
+    missing = axes - len(window.size)
+    shape = _result_shape(x, parameters[0], p)
     low = tuple(low for low, _ in window.padding)
-    numbers = [
-        value
-        for values, missing in ((window.size, 1), (window.strides, 1), (low, 0), (window.rhs_dilation, 1))
-        for value in ((missing, *values) if one else values)
-    ]
-    results = (
-        jax.ShapeDtypeStruct(wide, dtype),
-        jax.ShapeDtypeStruct((_abi.conv_scratch(math.prod(shape[:-1]), shape[-1]),), jnp.int32),
-    )
+    properties = ((window.size, 1), (window.strides, 1), (low, 0), (window.rhs_dilation, 1))
+    numbers = [value for values, default in properties for value in (default,) * missing + values]
 
-    def of_taps(a):
-        a = a if a.dtype in (x.dtype, jnp.float32, jnp.uint8) else a.astype(jnp.float32)
-        return jnp.broadcast_to(a, (window.taps, *a.shape[1:]))
+    def wide(shape):
+        return (shape[0], *(1,) * missing, *shape[1:])
 
-    y, _ = jax.ffi.ffi_call(_abi.CONV, results)(
-        x[:, None] if one else x,
+    results = [jax.ShapeDtypeStruct(wide(shape), dtype)]
+    if scratch:
+        results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
+    y, *_ = jax.ffi.ffi_call(target, results)(
+        x.reshape(wide(x.shape)),
         qw,
-        *map(of_taps, (scales, *shift)),
+        *parameters,
         *(b[None] for b in bias),
         bits=np.int64(p.bits),
-        shift_mode=np.int64(p.shift_mode),
         has_bias=np.int64(p.has_bias),
         activation=np.int64(p.activation),
         window=np.array(numbers, np.int64),
+        **attributes,
     )
     return y.reshape(shape).astype(p.out_dtype)
+
+
+def _implicit(x, qw, scales, *rest, p: Params) -> jax.Array:
+    """The implicit product."""
+    shift, bias = split_rest(rest, p.shift_mode)
+
+    def of_taps(a):
+        a = a if a.dtype in (x.dtype, jnp.float32, jnp.uint8) else a.astype(jnp.float32)
+        return jnp.broadcast_to(a, (p.window.taps, *a.shape[1:]))
+
+    scratch = _abi.conv_scratch(math.prod(_result_shape(x, scales, p)[:-1]), scales.shape[-1])
+    parameters = [of_taps(a) for a in (scales, *shift)]
+    return _call(_abi.CONV, 2, scratch, x, qw, parameters, bias, p, shift_mode=np.int64(p.shift_mode))
+
+
+def _direct(x, qw, scales, *rest, p: Params) -> jax.Array:
+    """The kernel for groups of one input."""
+    shift, bias = split_rest(rest, p.shift_mode)
+    shift_mode, shift = as_operand(p.table, p.shift_mode, shift)
+    attributes = {"shift_mode": np.int64(shift_mode), "groups": np.int64(p.feature_groups)}
+    return _call(_abi.DIRECT_CONV, 3, 0, x, qw, [scales, *shift], bias, p, **attributes)
 
 
 def _shared_group(k: int, groups: int) -> int | None:

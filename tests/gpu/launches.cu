@@ -18,6 +18,7 @@
 #include "../../benchmarks/check.h"
 #include "abi.h"
 #include "cuda/conv.h"
+#include "cuda/direct_conv.h"
 #include "cuda/matmul.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/quantize.h"
@@ -235,6 +236,28 @@ void convolutions() {
   }
 }
 
+void depthwise_convolutions() {
+  for (const DType type : kTypes) {
+    for (const int bits : {4, 8}) {
+      for (const int images : {1, 40}) {
+        for (const auto& [inputs, n] : {std::array<int, 2>{96, 96}, {33, 66}, {70, 70}}) {
+          Case c;
+          const int window = 3 + seen % 5, stride = 1 + seen % 3, size = 13, result = (size - 1) / stride + 1;
+          const int taps = 2 * window * window;
+          DirectConvArgs args{};
+          args.product = product(c, 1, images * size * size * inputs, 1, n, 0, bits, type,
+                                 bits == 4 ? seen % 5 : seen % 4, false, taps);
+          args.product.m = images * result * result;
+          const ConvAxis axis{size, result, window, stride, window / 2, 1};
+          args.geometry = {images, inputs, {1, 1, 2, 1, 0, 1}, axis, axis};
+          c.run("depthwise convolution", args.product.y, args.product.m * n * element_size(type),
+                [&] { return launch_direct_conv(args, nullptr); });
+        }
+      }
+    }
+  }
+}
+
 void quantized_products() {
   for (const int codes : {0, 1, 2, 3}) {  // int8, int8 with offsets, e4m3, static
     for (const int bits : {4, 8}) {
@@ -320,6 +343,7 @@ int main(int argc, char** argv) {
   transposed_products();
   ragged_products();
   convolutions();
+  depthwise_convolutions();
   quantized_products();
   products_with_tables();
   conversions();

@@ -32,6 +32,53 @@ def test_kernel(rng, geometry, x_dtype):
     check_conv(rng, **case, x_dtype=x_dtype, implementation="cuda", rounded_weights=True)
 
 
+DEPTHWISE = {
+    "3x3": {"sizes": (9, 21), "window": (3, 3), "n": 72, "groups": 72},
+    "5x5": {"sizes": (13, 6), "window": (5, 5), "n": 100, "groups": 100, "strides": (2, 2)},
+    "7x7": {"sizes": (17, 18), "window": (7, 7), "n": 40, "groups": 40},
+    "2x4": {"sizes": (7, 30), "window": (2, 4), "n": 130, "groups": 130, "strides": (1, 2)},
+    "odd": {"sizes": (9, 7), "window": (5, 2), "n": 33, "groups": 33, "strides": (1, 3)},
+    "multiplied": {"sizes": (6, 9), "window": (3, 3), "n": 99, "groups": 33},
+    "dilated": {"sizes": (15, 19), "window": (3, 3), "n": 64, "groups": 64, "strides": (2, 1), "rhs_dilation": (3, 2)},
+    "cropped": {"sizes": (9, 8), "window": (3, 3), "n": 40, "groups": 40, "padding": ((-2, 0), (1, -1))},
+    "causal": {"sizes": (70,), "window": (4,), "n": 256, "groups": 256, "padding": ((3, 0),)},
+    "3d": {"sizes": (3, 4, 10), "window": (2, 3, 2), "n": 16, "groups": 16, "strides": (1, 2, 1)},
+    "many": {"sizes": (56, 57), "window": (7, 7), "n": 96, "groups": 96, "images": 10},
+}
+
+
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("geometry", DEPTHWISE)
+def test_depthwise(rng, geometry, x_dtype):
+    check_conv(rng, **DEPTHWISE[geometry] | {"k": 1}, x_dtype=x_dtype, activation="silu", implementation="cuda")
+
+
+@pytest.mark.parametrize("mode", [*MODES, "table"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_depthwise_schemes(rng, bits, mode):
+    if mode == "table" and bits == 8:
+        pytest.skip("tables have 16 entries")
+    case = {"sizes": (4, 5), "window": (3, 3), "n": 72, "k": 1, "groups": 72, "bits": bits, "implementation": "cuda"}
+    for x_dtype, scale_dtype in [("bfloat16", "bfloat16"), ("float32", "float16"), ("float16", "float32")]:
+        check_conv(rng, **case, x_dtype=x_dtype, scale_dtype=scale_dtype, mode=mode)
+    if mode == "symmetric":
+        check_conv(rng, **case, x_dtype="bfloat16", shared_scales=True)
+
+
+def test_infinities_stay_in_their_channel(rng):
+    weight = random_weight(rng, 1, 64, bits=8, lead=(3, 3), scale_dtype="bfloat16")
+    x = np.array(random_x(rng, (1, 6, 6, 64), "bfloat16"))
+    x[0, 2, 3, 17] = np.inf
+
+    def conv(implementation):
+        return jw.conv_general_dilated(
+            jnp.asarray(x), weight.qt, (1, 1), "SAME", feature_group_count=64, implementation=implementation
+        )
+
+    got, expected = (np.asarray(conv(i), np.float32) for i in ("cuda", "xla"))
+    assert (np.isfinite(got) == np.isfinite(expected)).all() and not np.isfinite(got).all()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_schemes(rng, bits, mode):

@@ -8,6 +8,7 @@ import argparse
 import functools
 import importlib
 import json
+import math
 import os
 import re
 import resource
@@ -190,6 +191,10 @@ def check_convolution(axes, explicit, padding, k_group, seed, **options) -> None
         rounded_weights=True,
         **options,
     )
+
+
+def check_grouped_convolution(k, groups, each, **options) -> None:
+    check_convolution(k_group=(k, None), n=groups * each, groups=groups, **options)
 
 
 def check_activation(k_group, n, m, codes, grouped, bits, mode, dtype, seed) -> None:
@@ -460,6 +465,8 @@ def _call_of(rng, target: str) -> tuple[list, list, dict[str, Any]]:
         flags = {"k": k, "has_bias": 0, "activation": int(rng.integers(5)), "has_sums": 1, "has_offsets": offsets}
         operands = [codes, x_scales, qw, scales, sums, *[x_scales] * offsets, *shift]
         return operands, [result(batch, m, n)], weights | flags
+    if target == _abi.DIRECT_CONV:
+        return _direct_conv_call(rng, bits, shift_mode if bits == 4 else shift_mode % 3)
     inputs, outputs = (n, k) if transposed else (k, n)
     epilogue = {} if transposed else {"has_bias": int(rng.integers(2)), "activation": int(rng.integers(5))}
     bias = [normal(1 if conv else batch, n)] if epilogue.get("has_bias") else []
@@ -480,6 +487,30 @@ def _call_of(rng, target: str) -> tuple[list, list, dict[str, Any]]:
     scratch = _abi.ragged_scratch(m, batch, ordered=-(-max(k, n) // 2))
     results = [result(m, outputs), result(scratch, dtype=np.int32)]
     return [normal(m, inputs), qw, scales, rows, *shift, *bias], results, {"row_mode": ids} | weights | epilogue
+
+
+def _direct_conv_call(rng, bits: int, shift_mode: int) -> tuple[list, list, dict[str, Any]]:
+    """As ``_call_of``: depthwise."""
+    dtype, scale_dtype, shift_dtype = (DTYPES[str(rng.choice(sorted(DTYPES)))] for _ in range(3))
+    features = int(rng.integers(1, 100))
+    n = features * int(rng.integers(1, 3))
+    size = rng.integers(1, 4, 3).tolist()
+    taps, sets = math.prod(size), int(rng.choice([1, math.prod(size)]))
+    window = [*size, *rng.integers(1, 4, 3), *rng.integers(-1, 3, 3), *rng.integers(1, 3, 3)]
+
+    def normal(*shape, dtype):
+        return rng.normal(0, 1, shape).astype(dtype)
+
+    shift = [] if shift_mode == 0 else [normal(sets, 1, n, dtype=shift_dtype)]
+    if shift_mode == _abi.ShiftMode.TABLE:
+        shift = [normal(1, 1, 16, dtype=np.float32)]
+    bias = [normal(1, n, dtype=dtype)] if rng.integers(2) else []
+    qw = rng.integers(0, 2**32, (taps, *_format.packed_shape(bits, 1, n)), np.uint32)
+    x = normal(2, *rng.integers(1, 9, 3), features, dtype=dtype)
+    y = jax.ShapeDtypeStruct((2, *rng.integers(1, 7, 3).tolist(), n), dtype)
+    attributes = {"bits": bits, "shift_mode": shift_mode, "has_bias": len(bias), "activation": int(rng.integers(5))}
+    attributes |= {"groups": features, "window": [int(v) for v in window]}
+    return [x, qw, normal(sets, 1, n, dtype=scale_dtype), *shift, *bias], [y], attributes
 
 
 def _conversion(rng) -> tuple[int, int]:
@@ -642,6 +673,21 @@ class Property(NamedTuple):
 
 small = st.integers(1, 150)
 shared = {"bits": bits, "mode": modes, "seed": seeds}
+windows = {
+    "axes": st.lists(
+        st.tuples(*(st.integers(low, high) for low, high in ((3, 7), (1, 3), (1, 3), (1, 2), (0, 3), (0, 3)))),
+        min_size=1,
+        max_size=2,
+    ),
+    "explicit": st.booleans(),
+    "padding": st.sampled_from(["SAME", "VALID"]),
+    "images": st.integers(0, 3),
+    "x_dtype": dtypes,
+    "activation": activations,
+    "with_bias": st.booleans(),
+    "implementation": st.sampled_from([None, "xla", "dequantize"]),
+    **shared,
+}
 PROPERTIES = {
     "products": Property(
         "matmul against float64: shapes, types, schemes, epilogues, leading axes, implementations",
@@ -734,21 +780,19 @@ PROPERTIES = {
         "convolutions against float64: windows, strides, dilations, paddings, schemes",
         check_convolution,
         {
-            "axes": st.lists(
-                st.tuples(*(st.integers(low, high) for low, high in ((3, 7), (1, 3), (1, 3), (1, 2), (0, 3), (0, 3)))),
-                min_size=1,
-                max_size=2,
-            ),
-            "explicit": st.booleans(),
-            "padding": st.sampled_from(["SAME", "VALID"]),
+            **windows,
             "k_group": groupings,
             "n": small,
-            "images": st.integers(0, 3),
-            "x_dtype": dtypes,
-            "activation": activations,
-            "with_bias": st.booleans(),
-            "implementation": st.sampled_from([None, "xla", "dequantize"]),
-            **shared,
+        },
+    ),
+    "convolutions in groups": Property(
+        "convolutions in groups of features against float64: as those",
+        check_grouped_convolution,
+        {
+            **windows,
+            "k": st.sampled_from([1, 1, 2, 3, 4, 8, 24]),
+            "groups": st.integers(2, 20),
+            "each": st.integers(1, 8),
         },
     ),
     "activations": Property(
