@@ -3,11 +3,13 @@
     python benchmarks/tune.py [--bits 4] [--group-size 128] [--mode symmetric] [--dtype bf16] [--m 1,8,16,64]
         [--shapes 8192x8192,...]
     python benchmarks/tune.py --check [--every 1]
+    python benchmarks/tune.py --record     measures what benchmarks/fit_costs.py needs, into its file
 
-Prints the fastest configurations of each product. The numbers in ffi/cuda/matmul.cu are read off this table.
+Prints the fastest configurations of each product.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -15,14 +17,31 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from jax_wonly.progress import progress
+
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "kernel_sweep"
 SHAPES = "8192x28672,8192x8192,4096x14336,14336x4096,4096x4096,2048x8192,3584x18944,7168x2048"
+RECORD = ROOT / "benchmarks" / "results" / "h100-tune.json"
+FEW = "4,8,9,16,17,24,32,33,48,64,65,80,96,112,128"
+MANY = "160,192,224,256,288,320,384,448,512,600,768,1024,1536"
+# What is recorded of the kernels whose configuration follows from a model of costs: bits, group size, type, shift,
+# tokens and shapes.
+SWEEPS = (
+    (4, 128, "bf16", "symmetric", FEW, SHAPES),
+    (4, 128, "bf16", "symmetric", MANY, "8192x8192,4096x14336,14336x4096,4096x4096,2048x8192"),
+    *((8, group, "bf16", "symmetric", "8,16,32,48,64,96,128", "8192x8192,4096x14336") for group in (128, 0)),
+    *((4, 32, "bf16", shift, "16,32,64,128", "8192x8192,4096x14336,4096x4096") for shift in ("symmetric", "offsets")),
+    (4, 64, "bf16", "symmetric", "16,32,64,128", "8192x8192,4096x14336,4096x4096"),
+    (4, 128, "bf16", "offsets", "16,32,64,128", "8192x8192,4096x14336,4096x4096"),
+    (4, 64, "bf16", "table", "192,256,512,1024", "8192x8192,4096x4096"),
+)
 
 
 # Programs in C++, and the kernels that each of them launches. The sweep's ragged ones are launched by others of it.
 PROGRAMS = {
     "kernel_sweep": ("benchmarks", ("matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_stream_*.cu", "tensor_map.cu")),
+    "host": ("benchmarks", ("matmul.cu", "matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_stream_*.cu", "tensor_map.cu")),
     "launches": ("tests/gpu", ("*.cu",)),
 }
 
@@ -37,7 +56,8 @@ def build(definitions: tuple[str, ...] = (), program: str = "kernel_sweep") -> P
     capability = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0].replace(".", "")
     architecture = capability + ("a" if int(capability) >= 90 else "")
     folder.mkdir(parents=True, exist_ok=True)
-    flags = ["-std=c++17", "-O3", f"-I{ROOT / 'ffi'}", "--expt-relaxed-constexpr", "-lineinfo"]
+    subprocess.run([sys.executable, ROOT / "ffi" / "cuda" / "costs.py", folder], check=True)
+    flags = ["-std=c++17", "-O3", f"-I{ROOT / 'ffi'}", f"-I{folder}", "--expt-relaxed-constexpr", "-lineinfo"]
     flags += [f"-D{name}" for name in definitions]
     flags.append(f"-gencode=arch=compute_{architecture},code=sm_{architecture}")
     place, patterns = PROGRAMS[program]
@@ -59,6 +79,59 @@ def build(definitions: tuple[str, ...] = (), program: str = "kernel_sweep") -> P
     return executable
 
 
+def config_of(strips: int, tiles: int, warps: int, cluster: int, ctas: int) -> tuple[str, dict[str, int]]:
+    """The kernel that a line of kernel_sweep tells of, and its configuration."""
+    match strips:
+        case -1:
+            return "decode", {"parts": tiles, "cluster": cluster}
+        case -2:
+            return "tiled", {"tokens": 8 * tiles, "splits": warps}
+        case -3:
+            return "mma", {"tokens": 8 * tiles, "splits": warps}
+        case 0:
+            return "warpgroup", {"tokens": 8 * tiles, "warpgroups": warps, "cluster": cluster}
+    return "stream", {"strips": strips, "tiles": tiles, "warps": warps, "cluster": cluster, "ctas": ctas}
+
+
+def timed(
+    program: Path, bits: int, group_size: int, dtype: str, mode: str, m: str, shapes: str, models: bool = False
+) -> list[dict]:
+    words = ["time", str(bits), str(group_size), dtype, m, shapes, mode, *["models"] * models]
+    output = subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
+    rows = []
+    for line in output.splitlines():
+        k, n, m_, *config, us, gbps = line.split()
+        kernel, names = config_of(*map(int, config))
+        of = {"k": int(k), "n": int(n), "m": int(m_), "kernel": kernel, "config": names}
+        rows.append(of | {"us": float(us), "gbps": int(gbps)})
+    return rows
+
+
+def record(program: Path, output: Path, commit: str | None) -> None:
+    """Measures ``SWEEPS``, those of the kernels that the program's architecture has."""
+    sweeps = []
+    for bits, group_size, dtype, mode, m, shapes in progress(SWEEPS, label="sweeps"):
+        rows = timed(program, bits, group_size, dtype, mode, m, shapes, models=True)
+        columns = ("k", "n", "m", "kernel", "config", "us")
+        table = [[list(row[c].values()) if c == "config" else row[c] for c in columns] for row in rows]
+        of = {"bits": bits, "group_size": group_size, "dtype": dtype, "mode": mode}
+        sweeps.append(of | {"columns": columns, "rows": table})
+        lines = ",\n".join(json.dumps(sweep).replace("], [", "],\n [") for sweep in sweeps)
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        device, driver = (
+            subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].split(", ")
+        )
+        commit = (
+            commit
+            or subprocess.run(
+                ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+            ).stdout.strip()
+        )
+        head = json.dumps({"device": device, "driver": driver, "commit": commit})[1:-1]
+        output.write_text(f'{{{head}, "sweeps": [\n{lines}\n]}}\n')
+    print(f"written to {output}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", action="store_true", help="only build, and print where the program is")
@@ -74,35 +147,27 @@ def main() -> None:
     )
     parser.add_argument("--m", default="1,8,16,32,64,128")
     parser.add_argument("--shapes", default=SHAPES, help="K x N (default: %(default)s)")
+    parser.add_argument("--record", nargs="?", type=Path, const=RECORD, metavar="FILE", help="(default: %(const)s)")
+    parser.add_argument("--executable", type=Path, help="kernel_sweep, built before")
+    parser.add_argument("--commit", help="of this tree, where git cannot tell")
     parser.add_argument("--top", type=int, default=4, help="configurations to show of each product")
     args = parser.parse_args()
-    program = build(tuple(args.define), args.program)
+    program = args.executable or build(tuple(args.define), args.program)
     if args.build:
         print(program)
         return
     if args.check:
         sys.exit(subprocess.run([program, "check", str(args.every)], check=False).returncode)
-    words = ["time", str(args.bits), str(args.group_size), args.dtype, args.m, args.shapes, args.mode]
-    output = subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
+    if args.record:
+        record(program, args.record, args.commit)
+        return
     products: dict[tuple, list] = defaultdict(list)
-    for line in output.splitlines():
-        k, n, m, *config, us, gbps = line.split()
-        products[int(k), int(n), int(m)].append((float(us), gbps, config))
+    for row in timed(program, args.bits, args.group_size, args.dtype, args.mode, args.m, args.shapes):
+        products[row["k"], row["n"], row["m"]].append(row)
     for (k, n, m), rows in products.items():
-        for us, gbps, (strips, tiles, warps, cluster, ctas) in sorted(rows)[: args.top]:
-            if strips == "-1":
-                name = f"decode: {tiles} parts, cluster {cluster}"
-            elif strips == "-2":
-                name = f"tiled: {8 * int(tiles)} tokens, {warps} splits"
-            elif strips == "-3":
-                name = f"mma: {8 * int(tiles)} tokens, {warps} splits"
-            elif strips == "0":
-                name = f"warpgroup: {8 * int(tiles)} tokens, {warps} warpgroups, cluster {cluster}"
-            else:
-                name = (
-                    f"stream: {strips} strips, {tiles} token tiles, {warps} warps, cluster {cluster}, {ctas} CTAs a SM"
-                )
-            print(f"{k:6} x {n:6} M {m:4} {us:8.2f} us {gbps:>5} GB/s  {name}")
+        for row in sorted(rows, key=lambda row: row["us"])[: args.top]:
+            config = ", ".join(f"{value} {name}" for name, value in row["config"].items())
+            print(f"{k:6} x {n:6} M {m:4} {row['us']:8.2f} us {row['gbps']:5} GB/s  {row['kernel']}: {config}")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,32 @@
 """Which of the two ways a product takes on a GPU: the fused kernels, or dequantized weights and XLA's dense product.
 
 A model of both, in microseconds on an H100 (``docs/performance.md``); its ratio, not its scale, decides, and that is
-much the same on other GPUs.
+much the same on other GPUs. That of the fused kernels is in ``_cuda_costs``.
 """
 
 import functools
 import importlib
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_wonly import _abi
+from jax_wonly import _abi, _cuda_costs
 from jax_wonly._abi import ShiftMode
 from jax_wonly._format import TILE_N
 
 _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
-_WARPGROUP = 560e6  # operations per microsecond of the warpgroup kernel where arithmetic binds it
-_WARPGROUP_TOKENS = 128  # that share one pass over the weights
-_GROUP_END = 0.16  # more time for every end of a group in 128 inputs but one
-_SUM = 0.4  # and for every one, with float zeros or offsets
 _TILE_OUTPUTS = 256  # of the tiled kernel
-_STREAM = 1.4e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
-_STREAM_FLOAT32 = 1.1e6
-STREAM_TOKENS = 16
+_STREAM_FLOAT32 = 1.1e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
+STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
 _FEW_OUTPUTS = 1 << 20  # up to which a depthwise convolution with nine taps or fewer has its kernel (measured)
 _CONV = 650e6  # operations per microsecond of XLA's convolution
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
 
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
-_DECODE_TOKENS = 2
-_DECODE_BYTES = 12 << 20
-_MMA_TOKENS = 8  # that one tile of the streaming kernel holds
 # Rows up to which the streaming kernel of the transposed product is expected to be at least as fast as the kernel for
 # many, and as dequantized weights.
 _TRANSPOSED_TOKENS = 16
@@ -47,26 +38,14 @@ _QUANTIZED_ROWS = 0.66
 _QUANTIZED_BLOCKS = 1.17
 
 
-class _Costs(NamedTuple):
-    """Microseconds that products in tiles take: ``tiled::Costs`` in ``ffi/cuda/matmul_tiled.h``."""
-
-    stages: tuple[tuple[int, int, float], ...]  # CTAs of a cluster, tokens of its tile, and what 64 inputs take
-    start: float
-    wave: float
-    alone: float
-    split: float
-    sums: float
-    more: float
-    most_splits: int
-    least_stages: int
-
-
-_TILED = _Costs(
-    ((2, 256, 0.66), (2, 224, 0.565), (2, 192, 0.49), (2, 160, 0.46), (2, 128, 0.43)),
-    *(3.0, 2.5, 0.0, 0.0, 8.7, 2.1, 8, 8),
-)
-_TABLE_TILED = _TILED._replace(stages=((2, 256, 0.69), (2, 224, 0.65), (2, 192, 0.62), (2, 160, 0.53), (2, 128, 0.44)))
-_CONV_TILES = _Costs(
+_SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
+_DECODE = _cuda_costs.Decode(**_SM90["decode"])
+_STREAM = _cuda_costs.Stream(**_SM90["stream"])
+_WARPGROUPS = _cuda_costs.warpgroups_of(_SM90["warpgroup"])
+_TILED_TOKENS = _SM90["tiled"]["tokens"]
+_TILED, _TABLE_TILED = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"]))
+_MMA = _cuda_costs.mma_of(_SM80["mma"])
+_CONV_TILES = _cuda_costs.Tiles(
     (
         *((1, 64, 0.41), (1, 128, 0.47), (1, 192, 0.54), (1, 256, 0.64)),
         *((2, 64, 0.47), (2, 128, 0.51), (2, 192, 0.56), (2, 256, 0.68)),
@@ -75,23 +54,6 @@ _CONV_TILES = _Costs(
 )
 
 
-class _MmaCosts(NamedTuple):
-    """Microseconds that ``matmul_mma`` takes: the numbers of ``choose`` in ``ffi/cuda/matmul_mma.cu``."""
-
-    # Tokens of a tile, and what 64 inputs take: with one CTA on every multiprocessor, and with more.
-    stages: tuple[tuple[int, float, float], ...]
-    start: float
-    wave: float
-    sums: float
-    sum_bytes: float  # per microsecond
-    memory: float
-    ctas: int  # on a multiprocessor
-    outputs: int  # of a tile
-    most_splits: int
-    least_stages: int
-
-
-_MMA = _MmaCosts(((32, 0.375, 0.53), (64, 0.51, 0.78), (128, 0.875, 1.45)), 2.0, 1.5, 2.5, 2e6, 2.4e6, 2, 128, 16, 4)
 # Operations per microsecond of XLA's dense product on an H100 with the tensor cores of other architectures, by their
 # major numbers: those that mma.sync feeds would let it run somewhat faster than ``matmul_mma``, by estimate.
 _DENSE_MMA = 480e6
@@ -133,7 +95,7 @@ def scratch(batch: int, m: int, n: int, *, table: bool) -> int:
     """Words of scratch with which a product of 16-bit activations runs fastest on the GPU here."""
     if not has_mma():
         return _abi.matmul_scratch(batch, m, n, table=table)
-    return 0 if table or m <= STREAM_TOKENS else _abi.mma_scratch(batch, m, n, _MMA.ctas * _gpu()[1])
+    return 0 if table or m <= STREAM_TOKENS else _abi.mma_scratch(batch, m, n, _cuda_costs.MMA_CTAS * _gpu()[1])
 
 
 def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
@@ -162,54 +124,30 @@ def _mma_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
     return has_mma() and in_tiles
 
 
-def _warpgroup(
-    m: int, k: int, n: int, batch: int, weights: float, groups: int, shift_mode: ShiftMode, shift_dtype
-) -> float:
-    tokens = m if m <= _WARPGROUP_TOKENS else -(-m // _WARPGROUP_TOKENS) * _WARPGROUP_TOKENS
+def _warpgroup(m: int, k: int, n: int, batch: int, bits: int, groups: int, shift_mode: ShiftMode, shift_dtype) -> float:
     ends = {32: 4, 64: 2}.get(k // groups, 1)  # of groups, in 128 inputs
     sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    slower = 1 + _GROUP_END * (ends - 1) + _SUM * ends * sums
-    return max(weights / _MEMORY, tokens * 2.0 * batch * n * k / _WARPGROUP * slower)
+    return _least(_cuda_costs.warpgroup_times(m, k, n, batch, bits, ends, sums, _gpu()[1], _WARPGROUPS))
 
 
 def _stream(m: int, weights: float, wide: bool) -> float:
-    return -(-m // STREAM_TOKENS) * weights / (_STREAM_FLOAT32 if wide else _STREAM)
+    return _cuda_costs.stream_time(m, weights, _STREAM._replace(bytes=_STREAM_FLOAT32) if wide else _STREAM)
 
 
-def _tiles(m: int, n: int, stages: int, batch: int, costs: _Costs) -> float:
-    """Microseconds of a product in tiles of ``stages`` times 64 inputs: ``choose`` in ``ffi/cuda/matmul_tiled.cu``."""
-    times = []
-    for ctas, tokens, stage in costs.stages:
-        clusters = _gpu()[1] // ctas
-        waves, rest = divmod(batch * -(-m // tokens) * -(-n // (128 * ctas)), clusters)
-        wave = stages * stage + costs.wave
-        last = [wave]
-        for splits in range(2, min(costs.most_splits, stages // costs.least_stages, clusters // max(rest, 1)) + 1):
-            sums = tokens / 256 * (costs.sums + costs.more * (splits - 2))
-            last.append((wave - costs.alone) / splits + costs.alone + costs.split + sums)
-        times.append(costs.start + waves * wave + (min(last) if rest else 0.0))
-    return min(times)
+def _tiles(m: int, n: int, stages: int, batch: int, costs: _cuda_costs.Tiles) -> float:
+    return _least(_cuda_costs.tiled_times(m, n, stages, batch, _gpu()[1], costs))
 
 
 def _tiled(m: int, k: int, n: int, batch: int, shift_mode: ShiftMode) -> float:
     return _tiles(m, n, -(-k // 64), batch, _TABLE_TILED if shift_mode == ShiftMode.TABLE else _TILED)
 
 
-def _mma(m: int, k: int, n: int, batch: int, weights: float) -> float:
-    """As ``choose`` in ``ffi/cuda/matmul_mma.cu``, with room for the sums of all tiles that are shared."""
-    stages, multiprocessors, times = -(-k // 64), _gpu()[1], []
-    places = _MMA.ctas * multiprocessors
-    for tokens, alone, shared in _MMA.stages:
-        waves, rest = divmod(batch * -(-m // tokens) * -(-n // _MMA.outputs), places)
-        for splits in range(1, max(1, min(_MMA.most_splits, stages // _MMA.least_stages, places // max(rest, 1))) + 1):
-            us = waves * (_MMA.wave + stages * shared)
-            if rest:
-                us += _MMA.wave + stages / splits * (shared if rest * splits > multiprocessors else alone)
-            us = _MMA.start + max(us, weights / _MMA.memory)
-            if splits > 1 and rest:
-                us += _MMA.sums + 4 * rest * splits * tokens * _MMA.outputs / _MMA.sum_bytes
-            times.append(us)
-    return min(times)
+def _mma(m: int, k: int, n: int, batch: int, bits: int) -> float:
+    return _least(_cuda_costs.mma_times(m, k, n, batch, bits, _gpu()[1], _MMA))
+
+
+def _least(times) -> float:
+    return min(us for _, us in times)
 
 
 def kernel(
@@ -232,27 +170,28 @@ def kernel(
     if (
         has_warpgroups()
         and shift_mode != ShiftMode.TABLE
-        and m <= _DECODE_TOKENS
+        and m <= _DECODE.tokens
         and (groups == 1 or k // groups >= 128)
-        and batch * n * k * bits // 8 >= _DECODE_BYTES
+        and batch * n * k * bits // 8 >= _DECODE.weights
+        and (m == 1 or k < _DECODE.inputs or batch * n * bits >= _DECODE.bits * k)
         and _gpu()[1] // batch * batch >= _gpu()[1] * 9 // 10
     ):
         return "matmul_decode"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
-    if m > _MMA_TOKENS or wide:
+    if m > _STREAM.tokens or wide:
         weights = batch * n * k * bits / 8
         exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
         other = _stream(m, weights, False)
         if exact:
-            other = _warpgroup(m, k, n, batch, weights, groups, shift_mode, shift_dtype)
-        enough = m > (_WARPGROUP_TOKENS if exact else STREAM_TOKENS)
+            other = _warpgroup(m, k, n, batch, bits, groups, shift_mode, shift_dtype)
+        enough = m >= (_TILED_TOKENS if exact else STREAM_TOKENS + 1)
         if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
             if _tiled(m, k, n, batch, shift_mode) < other:
                 return "matmul_tiled"
         if exact:
             return "matmul_warpgroup"
         if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
-            if _mma(m, k, n, batch, weights) < other:
+            if _mma(m, k, n, batch, bits) < other:
                 return "matmul_mma"
     return "matmul_stream"
 
@@ -278,13 +217,13 @@ def estimate(
     rate = _DENSE_FLOAT32 if wide else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
     dense = dense_bytes / _MEMORY + m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
     if _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        fused = _warpgroup(m, k, n, batch, weights, groups, shift_mode, shift_dtype)
+        fused = _warpgroup(m, k, n, batch, bits, groups, shift_mode, shift_dtype)
     else:
         fused = _stream(m, weights, wide)
     if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
         fused = min(fused, _tiled(m, k, n, batch, shift_mode))
     if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        fused = min(fused, _mma(m, k, n, batch, weights))
+        fused = min(fused, _mma(m, k, n, batch, bits))
     return fused, dense
 
 

@@ -123,7 +123,12 @@ def test_kernels_on_cuda(monkeypatch):
         qt = shapes_of(k, n, **options)
         return jw.explain(STRUCT((*qt.shape[:-2], m, k), dtype), qt, platform="cuda", implementation="cuda").kernel
 
-    assert [kernel(m) for m in (1, 2, 3, 8, 9)] == ["matmul_decode"] * 2 + ["matmul_stream"] * 2 + ["matmul_warpgroup"]
+    assert [kernel(m) for m in (1, 2, 8, 9)] == ["matmul_decode"] + ["matmul_stream"] * 2 + ["matmul_warpgroup"]
+    assert [kernel(2, k, n) for k, n in ((8192, 16320), (8192, 16384), (8064, 8192))] == [
+        *("matmul_stream", "matmul_decode", "matmul_decode"),
+    ]
+    assert kernel(2, bits=8) == kernel(2, lead=(2,)) == "matmul_decode"
+    assert kernel(3, 8192, 16384) == "matmul_stream"
     assert [kernel(1, group_size=g) for g in (64, 256, None)] == ["matmul_stream", "matmul_decode", "matmul_decode"]
     assert [kernel(1, 4096, n) for n in (6080, 6144)] == ["matmul_stream", "matmul_decode"]
     assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (8, 17, 132)} == {"matmul_decode"}

@@ -1,7 +1,8 @@
-// Which kernel runs which product. The numbers are fits to what benchmarks/tune.py measured on an H100; shapes between
-// those follow the same rule.
+// Which kernel runs which product. The numbers are those of jax_wonly/costs, which benchmarks/fit_costs.py fitted to
+// what benchmarks/tune.py measured on an H100; shapes between those follow the same rule.
 #include <algorithm>
 
+#include "cuda/costs.h"
 #include "cuda/device.h"
 #include "cuda/matmul.h"
 #include "cuda/matmul_decode.h"
@@ -13,9 +14,6 @@
 
 namespace wonly {
 namespace {
-
-// Up to here streaming four bits is faster than the warpgroup kernel, whose CTAs are slower to start.
-constexpr int kStreamTokens = 8;
 
 // The widest strip of outputs per warp that still gives every multiprocessor a CTA.
 stream::Config stream_config(const MatmulArgs& args, const Device& device) {
@@ -54,30 +52,6 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   return config;
 }
 
-// Microseconds that the warpgroup kernel is expected to take.
-struct WarpgroupCost {
-  int tokens, warpgroups;
-  float stage;         // for 128 inputs, one CTA on a multiprocessor
-  float shared_stage;  // two CTAs on it; 0: they do not fit
-  float start;         // until the first product, and from the last to the result
-  float group;         // of a stage, for every group that ends in it but one
-  float sum;           // for every one, with float zeros or offsets; 0: no such kernel
-};
-constexpr WarpgroupCost kWarpgroupCosts[] = {
-    {16, 2, 0.40f, 0.74f, 3.f, 0.06f, 0.10f}, {32, 2, 0.43f, 0.76f, 3.f, 0.065f, 0.13f},
-    {64, 2, 0.51f, 0.f, 3.f, 0.10f, 0.18f},   {128, 2, 0.75f, 0.f, 6.f, 0.12f, 0.30f},
-    {32, 4, 0.72f, 0.f, 4.5f, 0.14f, 0.f},    {64, 4, 0.90f, 0.f, 4.5f, 0.40f, 0.f},
-};
-constexpr float kBytesPerMicrosecond = 2.75e6f;
-// Clusters of CTAs, what they cost, and the share of all multiprocessors that they can use: a cluster lies in one part
-// of the chip. Six are worth it where two CTAs share a multiprocessor.
-struct ClusterCost {
-  int ctas;
-  float start, share;
-};
-constexpr ClusterCost kClusterCosts[] = {
-    {1, 0.f, 1.f}, {2, 0.9f, 1.f}, {3, 0.9f, 39 * 3 / 132.f}, {4, 0.9f, 30 * 4 / 132.f}, {6, 1.6f, 18 * 6 / 132.f}};
-
 // Sets the fastest configuration, and returns the microseconds that it is expected to take.
 float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* config) {
   const float stages = static_cast<float>(ceil_div(args.k, 128));
@@ -85,14 +59,14 @@ float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* co
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
   const float reading =
-      static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / kBytesPerMicrosecond;
+      static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs::kWarpgroupBytes;
   float least = 0.f;
-  for (const WarpgroupCost& cost : kWarpgroupCosts) {
+  for (const warpgroup::Cost& cost : costs::kWarpgroup) {
     if (cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
-    if (sums && cost.sum == 0.f) continue;
+    if ((sums && cost.sum == 0.f) || (groups > 1.f && cost.group == 0.f)) continue;
     const float more = (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f);
     const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
-    for (const ClusterCost& cluster : kClusterCosts) {
+    for (const warpgroup::ClusterCost& cluster : costs::kClusters) {
       if (cluster.ctas > 4 && cost.shared_stage == 0.f) continue;
       const int64_t ctas = blocks * cluster.ctas;
       const int64_t places = static_cast<int64_t>(static_cast<float>(device.multiprocessors) * cluster.share);
@@ -110,37 +84,21 @@ float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* co
   return least;
 }
 
-constexpr tiled::Costs::Stage kTiledStages[] = {
-    {2, 256, 0.66f}, {2, 224, 0.565f}, {2, 192, 0.49f}, {2, 160, 0.46f}, {2, 128, 0.43f}};
-constexpr tiled::Costs kTiledCosts{
-    kTiledStages,  /*stage_count=*/5, /*start=*/3.f, /*wave=*/2.5f,     /*alone=*/0.f,
-    /*split=*/0.f, /*sums=*/8.7f,     /*more=*/2.1f, /*most_splits=*/8, /*least_stages=*/8};
-// With a table, whose look-ups take longer.
-constexpr tiled::Costs::Stage kTableStages[] = {
-    {2, 256, 0.69f}, {2, 224, 0.65f}, {2, 192, 0.62f}, {2, 160, 0.53f}, {2, 128, 0.44f}};
-constexpr tiled::Costs table_costs() {
-  tiled::Costs costs = kTiledCosts;
-  costs.stages = kTableStages;
-  return costs;
-}
-constexpr tiled::Costs kTableCosts = table_costs();
-// Fewer tokens keep the exact products of the other kernels.
-constexpr int64_t kTiledTokens = 129;
-
 // The streaming kernel reads the weights again for every 16 tokens.
 constexpr int64_t kStreamPass = 16;
 float stream_us(const MatmulArgs& args) {
-  constexpr float kStreamBytesPerMicrosecond = 1.4e6f;
-  return static_cast<float>(ceil_div(args.m, kStreamPass) * args.batch * args.n * args.k * args.bits / 8) /
-         kStreamBytesPerMicrosecond;
+  const int64_t bytes = ceil_div(args.m, kStreamPass) * args.batch * args.n * args.k * args.bits / 8;
+  return costs::kStreamStart + static_cast<float>(bytes) / costs::kStreamBytes;
 }
 
-// Below this many bytes of weights preparing the activations takes longer than their cheaper products save.
-constexpr int64_t kDecodeBytes = 12 << 20;
-
+// Of few bytes of weights, or several tokens of many inputs, preparing the activations takes longer than their cheaper
+// products save.
 bool decodes(const MatmulArgs& args, const Device& device) {
   if (device.architecture != 90 || !decode::supports(args)) return false;
-  if (args.batch * args.n * args.k * args.bits / 8 < kDecodeBytes) return false;
+  const int64_t outputs = args.batch * args.n;
+  if (outputs * args.k * args.bits / 8 < costs::kDecodeWeights) return false;
+  const bool many_inputs = args.k >= costs::kDecodeInputs && outputs * args.bits < costs::kDecodeBits * args.k;
+  if (args.m > 1 && many_inputs) return false;
   // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without.
   return device.multiprocessors / args.batch * args.batch >= device.multiprocessors * 9 / 10;
 }
@@ -171,18 +129,19 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const cudaError_t error = launch_decode(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;
   }
-  // Eight bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor
-  // has a CTA.
+  // Up to kStreamTokens streaming four bits is faster than the warpgroup kernel, whose CTAs are slower to start. Eight
+  // bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
+  // CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
-  if (device.architecture == 90 && (args.m > kStreamTokens || wide)) {
+  if (device.architecture == 90 && (args.m > costs::kStreamTokens || wide)) {
     warpgroup::Config warpgroups{};
     const bool exact = warpgroup::supports(args);
     const float us = exact ? choose(args, device, &warpgroups) : stream_us(args);
-    if (args.m >= (exact ? kTiledTokens : kStreamPass + 1) && tiled::supports(args)) {
+    if (args.m >= (exact ? costs::kTiledTokens : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
-      const tiled::Costs& costs = args.shift_mode == ShiftMode::kTable ? kTableCosts : kTiledCosts;
-      const float tiled_us = tiled::choose(args, stages, device.multiprocessors, costs, &tiles);
+      const tiled::Costs& of_tiles = args.shift_mode == ShiftMode::kTable ? costs::kTable : costs::kTiled;
+      const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
       if (tiled_us < us) return tiled::launch(args, tiles, stream);
     }
     if (exact) return warpgroup::launch(args, warpgroups, stream);

@@ -1,18 +1,8 @@
+#include "cuda/costs.h"
 #include "cuda/matmul_mma.cuh"
 
 namespace wonly::mma {
 namespace {
-
-// Microseconds of 64 inputs on an H100: while every multiprocessor has one CTA, and while some have kCtas.
-struct Cost {
-  int tokens;
-  float alone, shared;
-};
-constexpr Cost kCosts[] = {{32, 0.375f, 0.53f}, {64, 0.51f, 0.78f}, {128, 0.875f, 1.45f}};
-constexpr float kStart = 2.f, kWave = 1.5f;
-constexpr float kSums = 2.5f, kSumBytesPerMicrosecond = 2e6f;  // of the second kernel
-constexpr float kBytesPerMicrosecond = 2.4e6f;
-constexpr int kMostSplits = 16, kLeastStages = 4;
 
 constexpr int kSumThreads = 256;
 constexpr int kFours = kCtaOutputs / 4;  // groups of four outputs of a tile
@@ -66,10 +56,12 @@ Params params_of(const MatmulArgs& args, const Config& config) {
 }
 
 float choose(const MatmulArgs& args, const Device& device, Config* config) {
+  const Costs& costs = costs::kMma;
   const int64_t stages = ceil_div(args.k, kStageK);
-  const float reading = static_cast<float>(args.batch * args.n * args.k * args.bits / 8) / kBytesPerMicrosecond;
+  const float reading = static_cast<float>(args.batch * args.n * args.k * args.bits / 8) / costs.memory;
   float least = 0.f;
-  for (const Cost& cost : kCosts) {
+  for (int i = 0; i < costs.stage_count; ++i) {
+    const Costs::Stage& cost = costs.stages[i];
     Config tried{cost.tokens, 0, 1, shared_share(device, kCtas)};
     int64_t places = kCtas * device.multiprocessors;
     if (params_of(args, tried).depth == 0) {
@@ -81,19 +73,19 @@ float choose(const MatmulArgs& args, const Device& device, Config* config) {
     const int64_t waves = tiles / places, rest = tiles % places;
     const auto wave_us = [&](int64_t ctas, int splits) {
       const float stage = ctas > device.multiprocessors ? cost.shared : cost.alone;
-      return kWave + static_cast<float>(stages) / static_cast<float>(splits) * stage;
+      return costs.wave + static_cast<float>(stages) / static_cast<float>(splits) * stage;
     };
-    for (int splits = 1; splits <= kMostSplits; ++splits) {
+    for (int splits = 1; splits <= costs.most_splits; ++splits) {
       tried.splits = splits;
       tried.shared_tiles = splits == 1 ? 0 : static_cast<int>(rest);
-      if (splits > 1 && (rest == 0 || rest * splits > places || stages < splits * kLeastStages ||
+      if (splits > 1 && (rest == 0 || rest * splits > places || stages < splits * costs.least_stages ||
                          scratch_bytes(tried) > args.scratch_bytes)) {
         break;
       }
       float us = static_cast<float>(waves) * wave_us(places, 1);
       if (rest > 0) us += wave_us(rest * splits, splits);
-      us = kStart + std::max(us, reading);
-      if (splits > 1) us += kSums + static_cast<float>(scratch_bytes(tried)) / kSumBytesPerMicrosecond;
+      us = costs.start + std::max(us, reading);
+      if (splits > 1) us += costs.sums + static_cast<float>(scratch_bytes(tried)) / costs.sum_bytes;
       if (least == 0.f || us < least) {
         least = us;
         *config = tried;

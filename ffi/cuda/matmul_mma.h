@@ -24,6 +24,20 @@ constexpr int64_t scratch_bytes(const Config& config) {
   return int64_t{4} * config.shared_tiles * config.splits * config.tokens * kCtaOutputs;
 }
 
+// What products take, in microseconds of an H100.
+struct Costs {
+  struct Stage {
+    int tokens;           // of a tile
+    float alone, shared;  // of 64 inputs: while every multiprocessor has one CTA, and while some have kCtas
+  };
+  const Stage* stages;
+  int stage_count;
+  float start, wave;
+  float sums, sum_bytes;  // of the second kernel, the latter per microsecond
+  float memory;           // bytes per microsecond
+  int most_splits, least_stages;
+};
+
 // Sets the configuration that is expected to be fastest with the scratch that there is; returns the microseconds that
 // it should take, in units of an H100's.
 float choose(const MatmulArgs& args, const Device& device, Config* config);

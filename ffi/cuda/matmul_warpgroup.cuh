@@ -593,6 +593,10 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     }
     return cudaErrorInvalidConfiguration;
   }
+  if constexpr (kFlushes == 1 && !kSums) {
+    if (config.tokens == 48) return launch_shape<Shape<X, kBits, 48, 2, kFlushes, kSums>>(params, config, stream);
+    if (config.tokens == 96) return launch_shape<Shape<X, kBits, 96, 2, kFlushes, kSums>>(params, config, stream);
+  }
   switch (config.tokens) {
     case 16:
       return launch_shape<Shape<X, kBits, 16, 2, kFlushes, kSums>>(params, config, stream);
@@ -603,7 +607,7 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     case 128:
       return launch_shape<Shape<X, kBits, 128, 2, kFlushes, kSums>>(params, config, stream);
     default:
-      return cudaErrorInvalidValue;
+      return cudaErrorInvalidConfiguration;
   }
 }
 

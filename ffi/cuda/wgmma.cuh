@@ -22,8 +22,11 @@ struct WgmmaBytes;
 // clang-format off
 #define WONLY_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WONLY_D16 WONLY_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WONLY_D24 WONLY_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WONLY_D32 WONLY_D16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WONLY_D48 WONLY_D32 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define WONLY_D64 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -39,7 +42,9 @@ struct WgmmaBytes;
   "+" bound(d[i]), "+" bound(d[i + 1]), "+" bound(d[i + 2]), "+" bound(d[i + 3]),                  \
   "+" bound(d[i + 4]), "+" bound(d[i + 5]), "+" bound(d[i + 6]), "+" bound(d[i + 7])
 #define WONLY_OF16(bound, i) WONLY_OF8(bound, i), WONLY_OF8(bound, i + 8)
+#define WONLY_OF24(bound, i) WONLY_OF16(bound, i), WONLY_OF8(bound, i + 16)
 #define WONLY_OF32(bound, i) WONLY_OF16(bound, i), WONLY_OF16(bound, i + 16)
+#define WONLY_OF48(bound, i) WONLY_OF32(bound, i), WONLY_OF16(bound, i + 32)
 #define WONLY_OF64(bound, i) WONLY_OF32(bound, i), WONLY_OF32(bound, i + 32)
 #define WONLY_OF80(bound, i) WONLY_OF64(bound, i), WONLY_OF16(bound, i + 64)
 #define WONLY_OF96(bound, i) WONLY_OF64(bound, i), WONLY_OF32(bound, i + 64)
@@ -84,9 +89,19 @@ struct Wgmma<32> {
   WONLY_WGMMA(f16, 32, 16, 16, 17, 18, 19, 20, 21)
 };
 template <>
+struct Wgmma<48> {
+  WONLY_WGMMA(bf16, 48, 24, 24, 25, 26, 27, 28, 29)
+  WONLY_WGMMA(f16, 48, 24, 24, 25, 26, 27, 28, 29)
+};
+template <>
 struct Wgmma<64> {
   WONLY_WGMMA(bf16, 64, 32, 32, 33, 34, 35, 36, 37)
   WONLY_WGMMA(f16, 64, 32, 32, 33, 34, 35, 36, 37)
+};
+template <>
+struct Wgmma<96> {
+  WONLY_WGMMA(bf16, 96, 48, 48, 49, 50, 51, 52, 53)
+  WONLY_WGMMA(f16, 96, 48, 48, 49, 50, 51, 52, 53)
 };
 template <>
 struct Wgmma<128> {

@@ -1,0 +1,159 @@
+"""Fits the cost models in jax_wonly/costs to what benchmarks/tune.py recorded.
+
+    python benchmarks/tune.py --record
+    python benchmarks/fit_costs.py [--record FILE] [--architecture 90]
+    python benchmarks/fit_costs.py --show     how good today's numbers are
+
+Coordinate descent: one number after the other is made a little larger and smaller, and kept where the loss falls. The
+loss of a product is the logarithm of how much longer than the fastest measured configuration the chosen one takes, and,
+for those that are nearly the fastest, the mean square of the logarithm of expected over measured time. Thresholds that
+no model has (where `matmul_stream` and `matmul_decode` are taken) stay as they are.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jax_wonly import _cuda_costs as costs
+from jax_wonly.progress import progress
+
+RESULTS = Path(__file__).parent / "results"
+RECORDS = {90: RESULTS / "h100-tune.json", 80: RESULTS / "h100-tune-sm80.json"}
+MULTIPROCESSORS = 132  # of the H100 that was measured
+NEAR = 1.4  # times the fastest: configurations whose expected time should be right
+STEPS = (0.2, 0.1, 0.05, 0.02, 0.01)
+CHOICE = 3.0  # weight of the choice in the loss
+
+Measured = dict[tuple, float]  # (kernel, *configuration) to microseconds
+Expected = Callable[[dict], Iterator[tuple[tuple, float]]]
+
+
+def products(record: dict) -> Iterator[tuple[Measured, Expected]]:
+    """The measured configurations that the dispatcher has for a product, and what a file of costs says of them."""
+    for sweep in record["sweeps"]:
+        measured: dict[tuple, Measured] = defaultdict(dict)
+        for k, n, m, kernel, config, us in sweep["rows"]:
+            if not (kernel == "tiled" and sweep["mode"] != "table" and m <= 128):
+                measured[k, n, m][kernel, *config] = us
+        for (k, n, m), times in measured.items():
+            yield times, expected(sweep, k, n, m)
+
+
+def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
+    bits, shifted = sweep["bits"], sweep["mode"] not in ("symmetric", "integer_zeros", "table")
+    ends = {32: 4, 64: 2}.get(sweep["group_size"], 1)
+
+    def of(file: dict) -> Iterator[tuple[tuple, float]]:
+        if "mma" in file:
+            for config, us in costs.mma_times(m, k, n, 1, bits, MULTIPROCESSORS, costs.mma_of(file["mma"])):
+                yield ("mma", *config), us
+            return
+        table = sweep["mode"] == "table"
+        tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
+        for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, MULTIPROCESSORS, tiles):
+            yield ("tiled", tokens, splits), us
+        if not table:
+            numbers = costs.warpgroups_of(file["warpgroup"])
+            for config, us in costs.warpgroup_times(m, k, n, 1, bits, ends, shifted, MULTIPROCESSORS, numbers):
+                yield ("warpgroup", *config), us
+
+    return of
+
+
+def judge(file: dict, cases: list[tuple[Measured, Expected]]) -> tuple[float, list[float]]:
+    """The loss, and of every product how many times longer than the fastest the chosen configuration takes."""
+    loss, ratios = 0.0, []
+    for measured, of in cases:
+        known = [(us, measured[config]) for config, us in of(file) if config in measured]
+        if not known:
+            continue
+        fastest = min(known, key=lambda pair: pair[1])[1]
+        ratio = min(known)[1] / fastest
+        near = [math.log(us / actual) ** 2 for us, actual in known if actual <= NEAR * fastest]
+        ratios.append(ratio)
+        loss += CHOICE * math.log(ratio) + sum(near) / len(near)
+    return loss / len(ratios), ratios
+
+
+def numbers_of(value, at=()) -> Iterator[tuple]:
+    """Where a file has numbers that may change: those with a fraction, but the share of a cluster."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        if isinstance(inner, float) and inner != 0 and not ("clusters" in at and key == 2) and "stream" not in at:
+            yield *at, key
+        yield from numbers_of(inner, (*at, key))
+
+
+def get(file: Any, place: tuple) -> Any:
+    for key in place:
+        file = file[key]
+    return file
+
+
+def put(file: dict, place: tuple, value: float) -> None:
+    get(file, place[:-1])[place[-1]] = value
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def fit(file: dict, cases: list[tuple[Measured, Expected]]) -> None:
+    loss, _ = judge(file, cases)
+    for step in progress(STEPS, label="steps"):
+        better = True
+        while better:
+            better = False
+            for place in numbers_of(file):
+                before = get(file, place)
+                for factor in (1 + step, 1 / (1 + step)):
+                    put(file, place, rounded(before * factor))
+                    if (tried := judge(file, cases)[0]) < loss - 1e-6:
+                        loss, before, better = tried, get(file, place), True
+                    else:
+                        put(file, place, before)
+
+
+def show(file: dict, cases: list[tuple[Measured, Expected]]) -> None:
+    loss, ratios = judge(file, cases)
+    mean, far = sum(ratios) / len(ratios), sum(ratio > 1.05 for ratio in ratios)
+    print(
+        f"{len(ratios)} products: chosen over fastest {mean:.4f} on average, {max(ratios):.3f} at most, "
+        f"{far} above 1.05; loss {loss:.4f}"
+    )
+
+
+def text(file: dict) -> str:
+    """JSON with every row of numbers on a line."""
+    lines = re.sub(
+        r"\[\s+([-\d.e+, \s]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", json.dumps(file, indent=1)
+    )
+    return lines + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--architecture", type=int, choices=RECORDS, default=90)
+    parser.add_argument("--record", type=Path, help="(default: that of the architecture beside this script)")
+    parser.add_argument("--show", action="store_true", help="change nothing")
+    args = parser.parse_args()
+    record = json.loads((args.record or RECORDS[args.architecture]).read_text())
+    cases = list(products(record))
+    file = costs.read(args.architecture)
+    show(file, cases)
+    if args.show:
+        return
+    fit(file, cases)
+    file["measured"] = {key: record[key] for key in ("device", "driver", "commit")}
+    costs.path(args.architecture).write_text(text(file))
+    show(file, cases)
+    print(f"written to {costs.path(args.architecture)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+// Times what the host does to launch a product without JAX: the choice of a kernel, the description of its activations
+// for the tensor copy engine, and the launch. One line for each "K N M" of the command line: these and microseconds.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "check.h"
+#include "cuda/matmul.h"
+#include "layout.h"
+
+using namespace wonly;
+
+int main(int argc, char** argv) {
+  constexpr int kCalls = 16, kRounds = 101;
+  for (int i = 1; i + 2 < argc; i += 3) {
+    MatmulArgs args{};
+    args.k = std::atoll(argv[i]), args.n = std::atoll(argv[i + 1]), args.m = std::atoll(argv[i + 2]);
+    args.batch = 1, args.groups = std::max<int64_t>(args.k / 128, 1), args.bits = 4;
+    args.x_dtype = args.y_dtype = args.scale_dtype = DType::kBF16;
+    args.scratch_bytes = 32 << 20;
+    const int64_t words = ceil_div(args.n, kTileN) * ceil_div(args.k, tile_k(4)) * kTileWords;
+    const auto zeros = [](int64_t bytes) {
+      void* data = nullptr;
+      CHECK(cudaMalloc(&data, static_cast<size_t>(bytes)));
+      CHECK(cudaMemset(data, 0, static_cast<size_t>(bytes)));
+      return data;
+    };
+    args.x = zeros(args.m * args.k * 2), args.y = zeros(args.m * args.n * 2), args.scratch = zeros(args.scratch_bytes);
+    args.qw = static_cast<const uint32_t*>(zeros(words * 4)), args.scales = zeros(args.groups * args.n * 2);
+    cudaStream_t stream;
+    CHECK(cudaStreamCreate(&stream));
+    std::vector<double> times;
+    for (int round = 0; round < kRounds; ++round) {
+      const auto begin = std::chrono::steady_clock::now();
+      for (int call = 0; call < kCalls; ++call) CHECK(launch_matmul(args, stream));
+      const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - begin;
+      CHECK(cudaStreamSynchronize(stream));
+      times.push_back(taken.count() / kCalls);
+    }
+    std::nth_element(times.begin(), times.begin() + kRounds / 2, times.end());
+    std::printf("%ld %ld %ld %.2f\n", args.k, args.n, args.m, times[kRounds / 2]);
+    CHECK(cudaStreamDestroy(stream));
+    for (const void* data : {args.x, args.scales, static_cast<const void*>(args.qw), static_cast<const void*>(args.y),
+                             static_cast<const void*>(args.scratch)}) {
+      CHECK(cudaFree(const_cast<void*>(data)));
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,63 @@
+"""Writes the header that the C++ dispatcher takes its numbers from: python costs.py FOLDER, for FOLDER/cuda/costs.h.
+
+The numbers are those of jax_wonly/costs, one file for each architecture that was measured.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+COSTS = Path(__file__).parent.parent.parent / "jax_wonly" / "costs"
+
+
+def number(value: float) -> str:
+    return f"{value!r}f" if isinstance(value, float) else str(value)
+
+
+def row(values) -> str:
+    return "{" + ", ".join(map(number, values)) + "}"
+
+
+def array(kind: str, name: str, rows: list) -> str:
+    return f"inline constexpr {kind} {name}[] = {{{', '.join(map(row, rows))}}};\n"
+
+
+def in_tiles(kind: str, name: str, costs: dict) -> str:
+    others = ", ".join(number(value) for key, value in costs.items() if key != "stages")
+    stages = f"{name}Stages"
+    lines = array(f"{kind}s::Stage", stages, costs["stages"])
+    return lines + f"inline constexpr {kind}s {name}{{{stages}, {len(costs['stages'])}, {others}}};\n"
+
+
+def header() -> str:
+    newer, older = (json.loads((COSTS / f"sm_{architecture}.json").read_text()) for architecture in (90, 80))
+    warpgroup = newer["warpgroup"]
+    return "".join(
+        [
+            "// Made of jax_wonly/costs by ffi/cuda/costs.py.\n#pragma once\n\n",
+            *(f'#include "cuda/matmul_{name}.h"\n' for name in ("mma", "tiled", "warpgroup")),
+            "\nnamespace wonly::costs {\n\n",
+            f"inline constexpr int kStreamTokens = {newer['stream']['tokens']};\n",
+            f"inline constexpr float kStreamStart = {number(newer['stream']['start'])};\n",
+            f"inline constexpr float kStreamBytes = {number(newer['stream']['bytes'])};\n",
+            *(
+                f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
+                for name in ("weights", "inputs", "bits")
+            ),
+            f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n",
+            array("warpgroup::Cost", "kWarpgroup", warpgroup["shapes"]),
+            array("warpgroup::ClusterCost", "kClusters", warpgroup["clusters"]),
+            f"inline constexpr float kWarpgroupBytes = {number(warpgroup['memory'])};\n",
+            in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),
+            in_tiles("tiled::Cost", "kTable", newer["table"]),
+            in_tiles("mma::Cost", "kMma", older["mma"]),
+            "\n}  // namespace wonly::costs\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    to = Path(sys.argv[1]) / "cuda" / "costs.h"
+    to.parent.mkdir(parents=True, exist_ok=True)
+    if not to.is_file() or to.read_text() != header():  # what includes it need not be compiled again
+        to.write_text(header())

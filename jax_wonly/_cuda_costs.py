@@ -1,0 +1,182 @@
+"""What the configurations of a product's kernels take on a GPU, in microseconds: models with numbers from ``costs/``.
+
+``benchmarks/fit_costs.py`` fits the numbers to measurements. The C++ dispatcher has the same models with the same
+numbers (``ffi/cuda/matmul.cu``, ``matmul_tiled.cu`` and ``matmul_mma.cu``; ``ffi/cuda/costs.py`` makes a header of
+them) and the last word; here they choose between the fused kernels and a dense product, and say what will run where
+there is no GPU.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Warpgroups(NamedTuple):
+    """``matmul_warpgroup`` with one pair of tokens and warpgroups of a CTA."""
+
+    tokens: int
+    warpgroups: int
+    stage: float  # 128 inputs, one CTA on a multiprocessor
+    shared_stage: float  # two CTAs on it; 0: they do not fit
+    start: float  # until the first product, and from the last to the result
+    group: float  # of a stage, for every group that ends in it but one; 0: no kernel for groups of 32 and 64
+    sum: float  # for every one, with float zeros or offsets; 0: no such kernel
+
+
+class Cluster(NamedTuple):
+    """CTAs that share the inputs, what they cost, and the share of all multiprocessors that they can use."""
+
+    ctas: int
+    start: float
+    share: float  # a cluster lies in one part of the chip
+
+
+class Tiles(NamedTuple):
+    """Products in tiles: ``tiled::Costs`` in ``ffi/cuda/matmul_tiled.h``."""
+
+    stages: tuple[tuple[int, int, float], ...]  # CTAs of a cluster, tokens of its tile, and what 64 inputs take
+    start: float
+    wave: float
+    alone: float
+    split: float
+    sums: float
+    more: float
+    most_splits: int
+    least_stages: int
+
+
+class Mma(NamedTuple):
+    """``matmul_mma``: ``mma::Costs`` in ``ffi/cuda/matmul_mma.h``."""
+
+    # Tokens of a tile, and what 64 inputs take: with one CTA on every multiprocessor, and with more.
+    stages: tuple[tuple[int, float, float], ...]
+    start: float
+    wave: float
+    sums: float
+    sum_bytes: float  # per microsecond
+    memory: float  # bytes per microsecond
+    most_splits: int
+    least_stages: int
+
+
+class Stream(NamedTuple):
+    """``matmul_stream``, which reads the weights again for every 16 tokens."""
+
+    tokens: int  # up to so many it is taken where there is another kernel; of one tile
+    start: float
+    bytes: float  # of weights per microsecond
+
+
+class Decode(NamedTuple):
+    """Where ``matmul_decode`` is taken."""
+
+    tokens: int
+    weights: int  # bytes of codes from which on preparing the activations takes less than their cheaper products save
+    inputs: int  # several tokens: below so many inputs,
+    bits: int  # or with codes of at least so many bits for each, those of all outputs and of all of a batch
+
+
+def read(architecture: int) -> dict:
+    """The file of an architecture, as its JSON says."""
+    return json.loads(path(architecture).read_text())
+
+
+def path(architecture: int) -> Path:
+    return Path(__file__).parent / "costs" / f"sm_{architecture}.json"
+
+
+def tiles_of(values: dict[str, Any]) -> Tiles:
+    stages = tuple((ctas, tokens, us) for ctas, tokens, us in values["stages"])
+    fields: dict[str, Any] = values | {"stages": stages}
+    return Tiles(**fields)
+
+
+def mma_of(values: dict[str, Any]) -> Mma:
+    stages = tuple((tokens, alone, shared) for tokens, alone, shared in values["stages"])
+    fields: dict[str, Any] = values | {"stages": stages}
+    return Mma(**fields)
+
+
+WarpgroupCosts = tuple[tuple[Warpgroups, ...], tuple[Cluster, ...], float]  # the last: bytes per microsecond
+
+
+def warpgroups_of(values: dict) -> WarpgroupCosts:
+    shapes = tuple(Warpgroups(*shape) for shape in values["shapes"])
+    return shapes, tuple(Cluster(*cluster) for cluster in values["clusters"]), values["memory"]
+
+
+MMA_CTAS = 2  # of matmul_mma on a multiprocessor
+MMA_OUTPUTS = 128  # of its tile
+PASS_TOKENS = 16  # of matmul_stream
+# Of matmul_warpgroup's clusters, those that two CTAs must be able to share a multiprocessor for.
+_LARGE_CLUSTER = 4
+
+
+def warpgroup_times(
+    m: int,
+    k: int,
+    n: int,
+    batch: int,
+    bits: int,
+    ends: int,
+    sums: bool,
+    multiprocessors: int,
+    costs: WarpgroupCosts,
+) -> Iterator[tuple[tuple[int, int, int], float]]:
+    """Of every configuration, (tokens, warpgroups, cluster): ``ends`` groups end in 128 inputs."""
+    shapes, clusters, memory = costs
+    stages, reading = -(-k // 128), batch * n * k * bits / 8 / memory
+    for shape in shapes:
+        if (shape.tokens < 64 and m > shape.tokens) or (sums and shape.sum == 0) or (ends > 1 and shape.group == 0):
+            continue
+        more = (ends - 1) * shape.group + ends * shape.sum * sums
+        blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)
+        for cluster in clusters:
+            if cluster.ctas > _LARGE_CLUSTER and shape.shared_stage == 0:
+                continue
+            ctas, places = blocks * cluster.ctas, int(multiprocessors * cluster.share)
+            shares = shape.shared_stage > 0 and ctas > places
+            waves = -(-ctas // (2 * places if shares else places))
+            stage = shape.shared_stage + 2 * more if shares else shape.stage + more
+            us = max(waves * stages / cluster.ctas * stage, reading) + waves * (shape.start + cluster.start)
+            yield (shape.tokens, shape.warpgroups, cluster.ctas), us
+
+
+def tiled_times(
+    m: int, n: int, stages: int, batch: int, multiprocessors: int, costs: Tiles
+) -> Iterator[tuple[tuple[int, int, int], float]]:
+    """Of every configuration, (tokens, splits, CTAs of a cluster), of a product of ``stages`` times 64 inputs."""
+    for ctas, tokens, stage in costs.stages:
+        clusters = multiprocessors // ctas
+        waves, rest = divmod(batch * -(-m // tokens) * -(-n // (128 * ctas)), clusters)
+        wave = stages * stage + costs.wave
+        yield (tokens, 1, ctas), costs.start + waves * wave + (wave if rest else 0)
+        most = min(costs.most_splits, stages // costs.least_stages, clusters // rest) if rest else 1
+        for splits in range(2, most + 1):
+            sums = tokens / 256 * (costs.sums + costs.more * (splits - 2))
+            last = (wave - costs.alone) / splits + costs.alone + costs.split + sums
+            yield (tokens, splits, ctas), costs.start + waves * wave + last
+
+
+def mma_times(
+    m: int, k: int, n: int, batch: int, bits: int, multiprocessors: int, costs: Mma
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """Of every configuration, (tokens, splits), with room for the sums of all tiles that are shared."""
+    stages, places = -(-k // 64), MMA_CTAS * multiprocessors
+    for tokens, alone, shared in costs.stages:
+        waves, rest = divmod(batch * -(-m // tokens) * -(-n // MMA_OUTPUTS), places)
+        most = min(costs.most_splits, stages // costs.least_stages, places // rest) if rest else 1
+        for splits in range(1, max(1, most) + 1):
+            us = waves * (costs.wave + stages * shared)
+            if rest:
+                us += costs.wave + stages / splits * (shared if rest * splits > multiprocessors else alone)
+            us = costs.start + max(us, batch * n * k * bits / 8 / costs.memory)
+            if splits > 1:
+                us += costs.sums + 4 * rest * splits * tokens * MMA_OUTPUTS / costs.sum_bytes
+            yield (tokens, splits), us
+
+
+def stream_time(m: int, weights: float, costs: Stream) -> float:
+    """Of ``matmul_stream``, for so many bytes of codes."""
+    return costs.start + -(-m // PASS_TOKENS) * weights / costs.bytes
