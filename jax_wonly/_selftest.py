@@ -153,7 +153,9 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (4, "integer_zeros", "float16", 128, 2, 4096, 6144, "relu", True),
         (8, "symmetric", "bfloat16", 128, 2, 4096, 3072, None, False),
         (4, "symmetric", "bfloat16", 128, 16, 1024, 512, None, False),
+        (4, "symmetric", "bfloat16", 128, 45, 1024, 512, None, False),
         (4, "integer_zeros", "bfloat16", 64, 70, 1024, 512, None, False),
+        (8, "integer_zeros", "float16", None, 90, 1024, 512, None, False),
         (8, "symmetric", "float16", None, 140, 1024, 512, None, False),
         (4, "table", "bfloat16", 64, 140, 1024, 512, "relu", True),
         # What is as wide as these, with rows that the copy engine does not take, is multiplied in tiles.

@@ -70,7 +70,7 @@ def test_middling_rows(rng, bits, mode, x_dtype, group_size):
     scale_dtype = str(rng.choice(list(DTYPES)))
     weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
     product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
-    for m in rng.choice([9, 16, 31, 48, 64, 100, 128], 3, replace=False).tolist():
+    for m in rng.choice([9, 16, 31, 40, 48, 64, 80, 96, 100, 128], 4, replace=False).tolist():
         x = random_x(rng, (m, k), x_dtype)
         rounded = m > 16 and not _cuda_dispatch.has_warpgroups()
         assert_product(product(x, weight.qt), x, weight, rounded_weights=rounded)
