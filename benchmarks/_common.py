@@ -53,13 +53,18 @@ def command(*words: str) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
 
+def revision(commit: str | None) -> str:
+    """``commit``, or, without one, what git says of this tree."""
+    return commit or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
+
+
 def save(output: Path, rows: Sequence[dict], commit: str | None, **facts) -> None:
     """Writes the rows with a description of the machine, and ``facts`` about the run."""
     report = {
         "device": jax.devices()[0].device_kind,
         "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
         "jax": jax.__version__,
-        "commit": commit or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "commit": revision(commit),
         **facts,
         "rows": list(rows),
     }

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from _common import command
+from _common import revision
 from flax import nnx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -89,12 +89,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def facts(options: argparse.Namespace) -> dict:
     """Of the machine and the code, for a file of results."""
-    found = options.commit or command("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD")
     return {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "commit": found,
+        "commit": revision(options.commit),
     }
 
 

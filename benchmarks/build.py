@@ -17,7 +17,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from _common import add_results, command
+from _common import add_results, command, revision
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "build.json"
@@ -53,12 +53,8 @@ def main() -> None:
     add_results(parser, RESULTS, append=False)
     args = parser.parse_args()
     nvcc = command("nvcc", "--version").split("release ")[-1].split(",")[0]
-    report = {
-        "cores": len(os.sched_getaffinity(0)),
-        "nvcc": nvcc,
-        "commit": args.commit or command("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
-        "rows": [],
-    }
+    cores = len(os.sched_getaffinity(0))
+    report = {"cores": cores, "nvcc": nvcc, "commit": revision(args.commit), "rows": []}
     for architectures in args.architectures:
         report["rows"].append(build(architectures))
         print(report["rows"][-1])

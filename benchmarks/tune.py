@@ -17,6 +17,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+from _common import command, revision
+
 from jax_wonly.progress import progress
 
 ROOT = Path(__file__).parent.parent
@@ -109,25 +111,18 @@ def timed(
 
 def record(program: Path, output: Path, commit: str | None) -> None:
     """Measures ``SWEEPS``, those of the kernels that the program's architecture has."""
+    query = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    device, driver = query.split("\n")[0].split(", ")
+    head = json.dumps({"device": device, "driver": driver, "commit": revision(commit)})[1:-1]
+    columns = ("k", "n", "m", "kernel", "config", "us")
     sweeps = []
     for bits, group_size, dtype, mode, m, shapes in progress(SWEEPS, label="sweeps"):
         rows = timed(program, bits, group_size, dtype, mode, m, shapes, models=True)
-        columns = ("k", "n", "m", "kernel", "config", "us")
         table = [[list(row[c].values()) if c == "config" else row[c] for c in columns] for row in rows]
         of = {"bits": bits, "group_size": group_size, "dtype": dtype, "mode": mode}
-        sweeps.append(of | {"columns": columns, "rows": table})
-        lines = ",\n".join(json.dumps(sweep).replace("], [", "],\n [") for sweep in sweeps)
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        device, driver = (
-            subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].split(", ")
-        )
-        commit = (
-            commit
-            or subprocess.run(
-                ["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-            ).stdout.strip()
-        )
-        head = json.dumps({"device": device, "driver": driver, "commit": commit})[1:-1]
+        sweep = json.dumps(of | {"columns": columns, "rows": table})
+        sweeps.append(sweep.replace("], [", "],\n ["))
+        lines = ",\n".join(sweeps)
         output.write_text(f'{{{head}, "sweeps": [\n{lines}\n]}}\n')
     print(f"written to {output}")
 
