@@ -16,33 +16,27 @@ constexpr int64_t kRaggedStreamRows = 16;  // of an expert, were they spread eve
 constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 18 * 6 / 132.f};
 
 // For `blocks` strips of inputs and tiles of tokens.
-transposed_stream::Config stream_config(int token_tiles, int64_t blocks, const Device& device) {
+transposed_stream::Config stream_config(int token_tiles, DType dy_type, int64_t blocks, const Device& device) {
   transposed_stream::Config config{};
   config.token_tiles = token_tiles;
-  config.warps = transposed_stream::max_warps(token_tiles);
-  config.shared_bytes = shared_share(device, 1);
+  config.warps = transposed_stream::kMostWarps;
+  config.shared_bytes = shared_share(device, transposed_stream::most_ctas(token_tiles, dy_type == DType::kF32 ? 4 : 2));
   config.cluster = 1;
-  if (device.architecture < 90) return config;
-  // The fewest rounds of CTAs, each the shorter the more of them share N.
-  float least = 0.f;
-  for (int cluster = 1; cluster <= 4; ++cluster) {
-    const int64_t places = static_cast<int64_t>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster]);
-    const float time = static_cast<float>(ceil_div(blocks * cluster, places)) / static_cast<float>(cluster);
-    if (cluster == 1 || time < 0.95f * least) {
-      least = time;
-      config.cluster = cluster;
-    }
+  if (device.architecture >= 90) {  // as many as leave every CTA a multiprocessor
+    config.cluster = static_cast<int>(std::clamp<int64_t>(device.multiprocessors / std::max<int64_t>(blocks, 1), 1, 4));
   }
   return config;
 }
 
-// Calls `launch(config)`; on less shared memory than on the tuned device again with fewer warps, until two stages fit.
+// Calls `launch(config)`; with less shared memory than the tuned device has again with all that there is, then with
+// fewer warps, until two stages fit.
 template <typename Launch>
 cudaError_t launch_fitting(transposed_stream::Config config, const Device& device, Launch&& launch) {
+  const int all = shared_share(device, 1);
   cudaError_t error = launch(config);
-  while (error == cudaErrorInvalidConfiguration && config.warps > 1) {
-    config.shared_bytes = shared_share(device, 1);
-    config.warps /= 2;
+  while (error == cudaErrorInvalidConfiguration && (config.shared_bytes < all || config.warps > 1)) {
+    if (config.shared_bytes == all) config.warps /= 2;
+    config.shared_bytes = all;
     error = launch(config);
   }
   return error;
@@ -108,16 +102,17 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   }
   const int tiles = args.m <= 8 ? 1 : args.m <= 16 ? 2 : 4;
   const int64_t blocks = args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * tiles);
-  return launch_fitting(stream_config(tiles, blocks, device), device, [&](const transposed_stream::Config& config) {
-    switch (args.x_dtype) {
-      case DType::kF16:
-        return transposed_stream::launch_f16(args, config, stream);
-      case DType::kBF16:
-        return transposed_stream::launch_bf16(args, config, stream);
-      default:
-        return transposed_stream::launch_f32(args, config, stream);
-    }
-  });
+  return launch_fitting(stream_config(tiles, args.x_dtype, blocks, device), device,
+                        [&](const transposed_stream::Config& config) {
+                          switch (args.x_dtype) {
+                            case DType::kF16:
+                              return transposed_stream::launch_f16(args, config, stream);
+                            case DType::kBF16:
+                              return transposed_stream::launch_bf16(args, config, stream);
+                            default:
+                              return transposed_stream::launch_f32(args, config, stream);
+                          }
+                        });
 }
 
 cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t stream) {
@@ -141,25 +136,24 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
     const auto launch = f16 ? transposed_warpgroup::launch_ragged_f16 : transposed_warpgroup::launch_ragged_bf16;
     return launch(product, work, device.multiprocessors, stream);
   }
-  const int log2 = log2_group_blocks(args.product);
-  const int most = log2 == 0 || log2 == 1 ? 2 : 4;
-  const int tiles = std::min(most, args.m <= 8 * args.experts ? 1 : args.m <= 16 * args.experts ? 2 : 4);
+  const int tiles = args.m <= 8 * args.experts ? 1 : args.m <= 16 * args.experts ? 2 : 4;
   if (cudaError_t error = ragged::plan(args, 8 * tiles, false, shared, stream, &work); error != cudaSuccess) {
     return error;
   }
   // The tiles that there will be at least, if rows have different experts.
   const int64_t least = std::max(std::min(args.m, args.experts), ceil_div(args.m, 8 * tiles));
   const int64_t blocks = least * ceil_div(args.product.k, transposed_stream::kStripK);
-  return launch_fitting(stream_config(tiles, blocks, device), device, [&](const transposed_stream::Config& config) {
-    switch (args.product.x_dtype) {
-      case DType::kF16:
-        return transposed_stream::launch_ragged_f16(args.product, work, config, stream);
-      case DType::kBF16:
-        return transposed_stream::launch_ragged_bf16(args.product, work, config, stream);
-      default:
-        return transposed_stream::launch_ragged_f32(args.product, work, config, stream);
-    }
-  });
+  return launch_fitting(stream_config(tiles, args.product.x_dtype, blocks, device), device,
+                        [&](const transposed_stream::Config& config) {
+                          switch (args.product.x_dtype) {
+                            case DType::kF16:
+                              return transposed_stream::launch_ragged_f16(args.product, work, config, stream);
+                            case DType::kBF16:
+                              return transposed_stream::launch_ragged_bf16(args.product, work, config, stream);
+                            default:
+                              return transposed_stream::launch_ragged_f32(args.product, work, config, stream);
+                          }
+                        });
 }
 
 namespace transposed_warpgroup {

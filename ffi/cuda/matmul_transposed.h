@@ -15,23 +15,25 @@ namespace transposed_stream {
 
 struct Config {
   int token_tiles;   // tiles of 8 tokens that share one pass over the weights: 1, 2 or 4
-  int warps;         // of one CTA, along N: 1 .. max_warps(token_tiles)
+  int warps;         // of one CTA, along N: 1 .. kMostWarps
   int cluster;       // CTAs along N, 1 .. 8 (more than 1 needs sm_90)
   int shared_bytes;  // that a CTA may use: its rings are as deep as that allows
 };
 
-constexpr int kStripK = 128;  // inputs of a CTA
-constexpr int kStageN = 32;   // outputs that a warp takes at a time
+constexpr int kStripK = 64;  // inputs of a CTA
+constexpr int kStageN = 64;  // outputs that a warp takes at a time
 
-constexpr int max_warps(int token_tiles) { return token_tiles == 1 ? 16 : token_tiles == 2 ? 12 : 8; }
+constexpr int kMostWarps = 8;
+
+// CTAs whose registers a multiprocessor holds at least, by tiles of tokens and the size of a number of dy.
+constexpr int most_ctas(int token_tiles, int dy_size) { return token_tiles * dy_size <= 4 ? 2 : 1; }
 
 // cudaErrorInvalidConfiguration when `shared_bytes` is too little.
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
-// The ragged product (ragged.h) with a plan for tiles of 8 * config.token_tiles rows. With groups of 32 or 64 inputs
-// those are at most two.
+// The ragged product (ragged.h) with a plan for tiles of 8 * config.token_tiles rows.
 cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
                               cudaStream_t stream);
 cudaError_t launch_ragged_bf16(const MatmulArgs& args, const ragged::Work& work, const Config& config,

@@ -1,28 +1,32 @@
 // dx = dy @ W^T for few tokens: weights streamed once from memory, contraction over the outputs N.
 //
-// A CTA owns a strip of 128 inputs K; its warps, and the CTAs of a cluster, share N. A warp copies 32
+// A CTA owns a strip of 64 inputs K; its warps, and the CTAs of a cluster, share N. A warp copies 64
 // outputs of its strip, with the scales and the dy that belong to them, into a ring of its own in shared memory
 // (cp.async). A lane's packed word holds codes of one output; movmatrix exchanges words as 8 x 8 matrices of their
 // halves, after which the same masks as in matmul_stream.cuh leave pairs of neighbouring *outputs*: the A operand of
 // mma.sync with inputs as rows. Codes are exact (a 16-bit pattern c < 256 is the bf16 number c * 2^-133); the scale,
-// which belongs to an output and a group of inputs, multiplies dy in float32, once for all inputs of the group:
+// which belongs to an output and a group of inputs, multiplies dy, once for all inputs of the group:
 //   dx[m, k] = sum over n of (dy[m, n] scale[n]) code[k, n] - sum over n of (dy[m, n] scale[n]) zero[n].
-// The second sum is the same for all inputs of a group. dy * scale enters the tensor core as one bf16 number for bf16
-// dy, which rounds like a dense bf16 weight, as two for fp16 and as three, exactly, for float32.
+// The second sum is the same for all inputs of a group: where zeros or offsets are bf16 numbers, a product with an A
+// operand whose rows are all the same. dy * scale enters the tensor core as one bf16 number for bf16 dy, which rounds
+// like a dense bf16 weight (where scales are bf16 too, a pair by one instruction), as two for fp16 and as three,
+// exactly, for float32.
 //
-// Partial sums are added in a fixed order, and a token's result does not depend on the other tokens. Results that are
-// not finite are computed again as a dense product would (exact_sum.cuh).
+// Partial sums are added in a fixed order, and a token's result does not depend on the other tokens. Each CTA of a
+// cluster finishes some tokens, and the others send it their sums. Results that are not finite are computed again as a
+// dense product would (exact_sum.cuh).
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/division.h"
 #include "cuda/element.cuh"
-#include "cuda/epilogue.cuh"
 #include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/ptx.cuh"
+#include "cuda/ptx_sm90.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "dequant/convert.h"
 #include "layout.h"
@@ -31,25 +35,31 @@ namespace wonly::transposed_stream {
 
 constexpr int kBlockK = 32;  // inputs of the smallest group
 constexpr int kBlocks = kStripK / kBlockK;
-constexpr int kStageAtoms = kStageN / kAtomN;
-constexpr int kMaxDepth = 8;
+constexpr int kMaxDepth = 5;
 constexpr int kTileRowBytes = 32 * 4;        // of a ragged product
 constexpr int kPartialStride = kStripK + 4;  // floats; + 4: no bank conflicts
 // dy is multiplied by 2^96, so that its products with codes at 2^-133 stay float32's normal numbers from 2^-89 to 2^31.
 constexpr float kUp = 0x1p+96f, kDown = 0x1p-96f, kUnscale = 0x1p+37f;
+constexpr uint32_t kUpPair = 0x6f806f80u;  // kUp as two bf16 numbers
+
+// How the second sum is made: on tensor cores, of zeros as codes, or of zeros or offsets as numbers; or in float32.
+enum class Second : int { kCodes, kNumbers, kAdded };
 
 struct Params {
   MatmulArgs args;
-  MatmulArgs result;  // the same with the sizes of y = x @ w: `n` is the length of a row of the result
-  int cluster;
-  int depth;              // slots of a warp's ring
-  int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
-  int token_tiles;        // of 8 * kTokenTiles tokens
-  int strips;
-  bool scales_in_pieces_of_4;  // rows of scales and shift are aligned for cp.async
-  bool dy_in_pieces_of_16;     // rows of dy are
-  int slot_bytes;              // weights, kGroups rows of scales and of shift, dy
-  int warp_bytes;              // a warp's ring, and later its partial sums
+  Divisor cluster;      // CTAs
+  Divisor token_tiles;  // of 8 * kTokenTiles tokens
+  Divisor strips;
+  int stages_each, stages_more;  // of a run; so many runs have one more
+  int depth;                     // slots of a warp's ring
+  int log2_group_blocks;         // group size = 32 << this; -1: one scale per output
+  bool copies;  // whether rows of dy are aligned for copies of 16 bytes, those of scales and shift for 8
+  bool pairs;   // dy and scales are bf16: their products are those of pairs
+  Second second;
+  int slot_bytes;    // weights, kGroups rows of scales and of shift, dy
+  int warp_bytes;    // a warp's ring, and later its partial sums
+  int received_at;   // in shared memory: a barrier, then what the other CTAs of the cluster have summed
+  int owned_tokens;  // that a CTA of the cluster finishes at most
 };
 
 // Which tokens a CTA has, as in matmul_stream.cuh.
@@ -62,9 +72,7 @@ struct Ragged {
   int plan_at;  // in shared memory: the rows of the tile, then the plan
 };
 
-__host__ __device__ constexpr int weight_bytes(int bits) {
-  return kStripK / tile_k(bits) * kStageAtoms * kAtomWords * 4;
-}
+__host__ __device__ constexpr int weight_bytes(int bits) { return kStripK / tile_k(bits) * kTileBytes; }
 // A token's outputs of one stage, padded so that the lanes of a warp read different banks.
 __host__ __device__ constexpr int token_bytes(int dy_size) {
   return dy_size == 4 ? kStageN * 4 + 32 : kStageN * 2 + 16;
@@ -76,57 +84,67 @@ constexpr int kPieces = std::is_same_v<X, float>    ? 3
                         : std::is_same_v<X, __half> ? 2
                                                     : 1;
 
-// Splits both values into pairs of pieces, and leaves in `values` what the pieces add up to.
+// Splits both values into pairs of pieces.
 template <int kCount>
-__device__ __forceinline__ void split(float (&values)[2], uint32_t (&pieces)[kCount]) {
+__device__ __forceinline__ void split(float2 rest, uint32_t (&pieces)[kCount]) {
   if constexpr (kCount == 1) {
-    pieces[0] = pack_pair(from_float<__nv_bfloat16>(values[0]), from_float<__nv_bfloat16>(values[1]));
-    values[0] = __uint_as_float(pieces[0] << 16);
-    values[1] = __uint_as_float(pieces[0] & 0xffff0000u);
+    pieces[0] = from_float2<__nv_bfloat16>(rest.x, rest.y);
   } else {
-    float rest[2] = {values[0], values[1]};
 #pragma unroll
     for (int piece = 0; piece < kCount; ++piece) {
-      pieces[piece] = __byte_perm(__float_as_uint(rest[0]), __float_as_uint(rest[1]), 0x7632);  // the high halves
-      rest[0] -= __uint_as_float(__float_as_uint(rest[0]) & 0xffff0000u);
-      rest[1] -= __uint_as_float(__float_as_uint(rest[1]) & 0xffff0000u);
+      pieces[piece] = __byte_perm(__float_as_uint(rest.x), __float_as_uint(rest.y), 0x7632);  // the high halves
+      rest.x -= __uint_as_float(__float_as_uint(rest.x) & 0xffff0000u);
+      rest.y -= __uint_as_float(__float_as_uint(rest.y) & 0xffff0000u);
     }
-    values[0] -= rest[0];
-    values[1] -= rest[1];
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void pairs_to_float(float2 (&to)[kCount], const uint32_t (&raw)[kCount], DType type) {
+  if (type == DType::kBF16) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = {__uint_as_float(raw[i] << 16), __uint_as_float(raw[i] & 0xffff0000u)};
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = __half22float2(*reinterpret_cast<const __half2*>(&raw[i]));
   }
 }
 
 // Pairs of neighbouring numbers of a row in shared memory, from the even index `first` on, 8 apart. One choice of type
 // for all of them.
-template <int kAtoms>
-__device__ __forceinline__ void read_pairs(float2 (&to)[kAtoms][2], const uint8_t* row, int first, DType type) {
-  uint32_t raw[2 * kAtoms];
+template <int kCount>
+__device__ __forceinline__ void read_pairs(float2 (&to)[kCount], const uint8_t* row, int first, DType type) {
+  uint32_t raw[kCount];
   if (type == DType::kF32) {
 #pragma unroll
-    for (int i = 0; i < 2 * kAtoms; ++i) {
-      to[i / 2][i % 2] = *reinterpret_cast<const float2*>(row + (first + i * 8) * 4);
-    }
+    for (int i = 0; i < kCount; ++i) to[i] = *reinterpret_cast<const float2*>(row + (first + i * 8) * 4);
   } else if (type == DType::kU8) {
 #pragma unroll
-    for (int i = 0; i < 2 * kAtoms; ++i) raw[i] = *reinterpret_cast<const uint16_t*>(row + first + i * 8);
+    for (int i = 0; i < kCount; ++i) raw[i] = *reinterpret_cast<const uint16_t*>(row + first + i * 8);
 #pragma unroll
-    for (int i = 0; i < 2 * kAtoms; ++i) {
-      to[i / 2][i % 2] = {static_cast<float>(raw[i] & 0xffu), static_cast<float>(raw[i] >> 8)};
-    }
+    for (int i = 0; i < kCount; ++i) to[i] = {static_cast<float>(raw[i] & 0xffu), static_cast<float>(raw[i] >> 8)};
   } else {
 #pragma unroll
-    for (int i = 0; i < 2 * kAtoms; ++i) raw[i] = *reinterpret_cast<const uint32_t*>(row + (first + i * 8) * 2);
-    if (type == DType::kBF16) {
-#pragma unroll
-      for (int i = 0; i < 2 * kAtoms; ++i) {
-        to[i / 2][i % 2] = {__uint_as_float(raw[i] << 16), __uint_as_float(raw[i] & 0xffff0000u)};
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2 * kAtoms; ++i) {
-        to[i / 2][i % 2] = __half22float2(*reinterpret_cast<const __half2*>(&raw[i]));
-      }
+    for (int i = 0; i < kCount; ++i) raw[i] = *reinterpret_cast<const uint32_t*>(row + (first + i * 8) * 2);
+    pairs_to_float(to, raw, type);
+  }
+}
+
+// Numbers k .. k + 3 of a row of `length`, k a multiple of 4; those beyond its end are dropped.
+__device__ __forceinline__ void store4(void* array, int64_t row, int64_t k, int64_t length, const float (&values)[4],
+                                       DType type) {
+  if (length % 4 != 0) {
+    for (int i = 0; i < 4; ++i) {
+      if (k + i < length) store_element(array, row + k + i, values[i], type);
     }
+  } else if (type == DType::kF32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(array) + row + k) = {values[0], values[1], values[2], values[3]};
+  } else {
+    const uint2 raw =
+        type == DType::kF16
+            ? uint2{from_float2<__half>(values[0], values[1]), from_float2<__half>(values[2], values[3])}
+            : uint2{from_float2<__nv_bfloat16>(values[0], values[1]), from_float2<__nv_bfloat16>(values[2], values[3])};
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(array) + row + k) = raw;
   }
 }
 
@@ -135,9 +153,9 @@ constexpr DType kTypeOf = std::is_same_v<X, float>    ? DType::kF32
                           : std::is_same_v<X, __half> ? DType::kF16
                                                       : DType::kBF16;
 
-// kGroups: rows of scales that the strip has, 1, or 4 where groups are of 32 or 64 inputs.
+// kGroups: rows of scales that the strip has, 1, or 2 where groups are of 32 inputs.
 template <typename X, int kBits, int kTokenTiles, int kGroups, typename Tokens>
-__global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
+__global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof(X)))
     transposed_stream_matmul(const __grid_constant__ Params params, const __grid_constant__ Tokens source) {
   constexpr int kTiles = kStripK / tile_k(kBits);  // packed tiles of the strip
   constexpr int kWeightBytes = weight_bytes(kBits);
@@ -148,6 +166,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   constexpr int kCopyTokens = 32 / kTokenChunks;  // tokens that the 32 lanes copy at once
   constexpr int kCopies = kTokens / kCopyTokens;
   constexpr int kSteps = kBlockK / 16;
+  constexpr int kParts = 4, kHalfN = 8 * kParts;  // half a stage, for which operands are prepared: runs of 8 outputs
 
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& args = params.args;
@@ -156,22 +175,25 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
-  const int rank = blockIdx.x % params.cluster;
-  const uint32_t place = blockIdx.x / params.cluster;  // token tiles of the same weights run together
-  const uint32_t token_tile = Tokens::kRagged ? place / params.strips : place % params.token_tiles;
-  const uint32_t strip = Tokens::kRagged ? place % params.strips : place / params.token_tiles % params.strips;
+  int rank, token_tile, strip;
+  const int place = params.cluster.divide(blockIdx.x, &rank);
+  int64_t batch = 0;
+  if constexpr (Tokens::kRagged) {
+    token_tile = params.strips.divide(place, &strip);
+  } else {  // token tiles of the same weights run together
+    batch = params.strips.divide(params.token_tiles.divide(place, &token_tile), &strip);
+  }
   const int64_t m0 = static_cast<int64_t>(token_tile) * kTokens;
   const int64_t k0 = static_cast<int64_t>(strip) * kStripK;
-  int64_t batch = place / params.token_tiles / params.strips;
   int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.m - m0));
   const int* rows = nullptr;  // of the result
   int repeat = 1;
   if constexpr (Tokens::kRagged) {
     int* const of_tile = reinterpret_cast<int*>(shared + source.plan_at);
     const ragged::Plan plan = ragged::get_plan(source.work, shared + source.plan_at + kTileRowBytes);
-    if (static_cast<int>(token_tile) >= plan.tile_count) return;  // all CTAs of a cluster
-    const ragged::Span span = ragged::find_span(plan, static_cast<int>(token_tile));
-    const int first = (static_cast<int>(token_tile) - span.first_tile) * kTokens;
+    if (token_tile >= plan.tile_count) return;  // all CTAs of a cluster
+    const ragged::Span span = ragged::find_span(plan, token_tile);
+    const int first = (token_tile - span.first_tile) * kTokens;
     batch = span.expert;
     tokens = min(kTokens, span.rows - first);
     rows = of_tile;
@@ -200,60 +222,69 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   const int shift_at = kWeightBytes + kGroups * kStageN * scale_size;
   const int dy_at = shift_at + kGroups * kStageN * shift_size;
-  const X* dy = static_cast<const X*>(args.x) + batch * args.x_batch_stride;
-  const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
-  const uint8_t* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
-  const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(kBits)));
-  const int first_tile = static_cast<int>(k0 / tile_k(kBits));
-  const int tiles = min(kTiles, k_tiles - first_tile);
-  const uint32_t* words =
-      args.qw + batch * args.qw_batch_stride + static_cast<int64_t>(first_tile) * kTileWords + lane * 4;
-  // The strip's rows of scales; where it ends beyond the last group, that one again.
-  const auto group_of = [&](int row) {
-    const int block = static_cast<int>(k0 / kBlockK) + row;
-    return params.log2_group_blocks < 0 ? int64_t{0}
-                                        : min(static_cast<int64_t>(block >> params.log2_group_blocks), args.groups - 1);
-  };
-
-  // This warp's run of stages.
-  const int64_t stages = ceil_div(args.n, kStageN);
-  const int runs = params.cluster * warps;
-  const int run = rank * warps + warp;
-  const int first_stage = static_cast<int>(stages * run / runs);
-  const int stage_count = static_cast<int>(stages * (run + 1) / runs) - first_stage;
+  // This warp's run of stages; neighbouring runs are of different CTAs, so that those have as much to do.
+  const int run = warp * static_cast<int>(params.cluster.divisor) + rank;
+  const int first_stage = run * params.stages_each + min(run, params.stages_more);
+  const int stage_count = params.stages_each + (run < params.stages_more);
+  const int64_t first_n = static_cast<int64_t>(first_stage) * kStageN;
   uint8_t* const ring = shared + warp * params.warp_bytes;
   uint8_t* const ring_end = ring + params.depth * params.slot_bytes;
 
-  // What this lane copies next: its words of the stage, its 16 bytes of some tokens, its 4 bytes of rows of scales.
-  static_assert(kTileN == 2 * kStageN);
-  const uint32_t* next_words =
-      words +
-      (first_stage / 2 * static_cast<int64_t>(k_tiles) * kAtomsPerTile + first_stage % 2 * kStageAtoms) * kAtomWords;
+  // What this lane copies next: its words of the stage, its 16 bytes of some tokens, its 8 bytes of rows of scales.
+  const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(kBits)));
+  const int tiles = min(kTiles, k_tiles - strip * kTiles);
+  static_assert(kTileN == kStageN);
+  const uint32_t* next_words = args.qw + batch * args.qw_batch_stride +
+                               (static_cast<int64_t>(first_stage) * k_tiles + strip * kTiles) * kTileWords + lane * 4;
   const int copy_token = lane / kTokenChunks;
   const int copy_n = lane % kTokenChunks * kChunk;
+  const X* const dy = static_cast<const X*>(args.x) + batch * args.x_batch_stride + copy_n;
   // Of rows of a slot beyond the last token nobody stores the products.
+  const auto dy_of_copy = [&](int copy, int64_t n) {
+    return dy + dy_row_of(min(copy * kCopyTokens + copy_token, tokens - 1)) * args.n + n;
+  };
   const X* next_dy[kCopies];
 #pragma unroll
-  for (int copy = 0; copy < kCopies; ++copy) {
-    next_dy[copy] = dy + dy_row_of(min(copy * kCopyTokens + copy_token, tokens - 1)) * args.n +
-                    static_cast<int64_t>(first_stage) * kStageN + copy_n;
-  }
+  for (int copy = 0; copy < kCopies; ++copy) next_dy[copy] = dy_of_copy(copy, first_n);
   const int copy_to_dy = dy_at + copy_token * kTokenBytes + copy_n * static_cast<int>(sizeof(X));
-  int64_t next_n = static_cast<int64_t>(first_stage) * kStageN;
+  // The strip's rows of scales; where it ends beyond the last group, that one again.
+  const auto group_of = [&](int row) {
+    const int block = strip * kBlocks + row;
+    return params.log2_group_blocks < 0 ? 0 : min(block >> params.log2_group_blocks, static_cast<int>(args.groups) - 1);
+  };
+  const auto scales_at = [&](int row, int64_t n) {
+    return static_cast<const uint8_t*>(args.scales) +
+           (batch * args.scales_batch_stride + group_of(row) * args.n + n) * scale_size;
+  };
+  const auto shift_of = [&](int row, int64_t n) {
+    return static_cast<const uint8_t*>(args.shift) +
+           (batch * args.shift_batch_stride + group_of(row) * args.n + n) * shift_size;
+  };
+  const uint8_t* next_scales = scales_at(0, first_n) + lane * 8;
+  const uint8_t* next_shift = shift_of(0, first_n) + lane * 8;
+  const auto to_row = [&](int row) { return row == 0 ? 0 : (group_of(row) - group_of(0)) * args.n; };
+  const bool copies_scales = lane * 8 < kStageN * scale_size, copies_shift = lane * 8 < kStageN * shift_size;
   int to_fetch = stage_count;
+  // How many stages from the last on are not copied: rows are not aligned, or end before the stage does.
+  const int elementwise = !params.copies ? stage_count : first_n + int64_t{stage_count} * kStageN > args.n ? 1 : 0;
 
-  const auto copy_row = [&](uint8_t* to, const uint8_t* from, int size, int outputs) {
-    const int bytes = outputs * size;
-    if (params.scales_in_pieces_of_4) {
-      if (lane * 4 < bytes) {
-        ptx::cp_async_4(to + lane * 4, from + lane * 4);
-      } else if (lane * 4 < kStageN * size) {
-        *reinterpret_cast<uint32_t*>(to + lane * 4) = 0;
-      }
-    } else {
+  const auto fetch_elements = [&](uint8_t* slot) {
+    const int64_t n = first_n + (stage_count - to_fetch) * kStageN;
+    const int outputs = static_cast<int>(min(int64_t{kStageN}, args.n - n));
 #pragma unroll 1
-      for (int at = lane; at < kStageN * size; at += 32) to[at] = at < bytes ? from[at] : 0;
+    for (int copy = 0; copy < kCopies; ++copy) {
+      *reinterpret_cast<uint4*>(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes) =
+          load_some(dy_of_copy(copy, n), outputs - copy_n);
+    }
+    const auto copy_row = [&](uint8_t* to, const uint8_t* from, int size) {
+#pragma unroll 1
+      for (int at = lane; at < kStageN * size; at += 32) to[at] = at < outputs * size ? from[at] : 0;
+    };
+#pragma unroll 1
+    for (int row = 0; row < kGroups; ++row) {
+      copy_row(slot + kWeightBytes + row * kStageN * scale_size, scales_at(row, n), scale_size);
+      copy_row(slot + shift_at + row * kStageN * shift_size, shift_of(row, n), shift_size);
     }
   };
   const auto fetch = [&](uint8_t* slot) {
@@ -261,43 +292,39 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-        for (int atom = 0; atom < kStageAtoms; ++atom) {
+        for (int atom = 0; atom < kAtomsPerTile; ++atom) {
           if (tile < tiles) {  // what lies in the slot otherwise meets inputs that nobody stores
-            ptx::cp_async_16(slot + ((tile * kStageAtoms + atom) * 32 + lane) * 16,
+            ptx::cp_async_16(slot + ((tile * kAtomsPerTile + atom) * 32 + lane) * 16,
                              next_words + tile * kTileWords + atom * kAtomWords);
           }
         }
       }
-      const int outputs = static_cast<int>(min(static_cast<int64_t>(kStageN), args.n - next_n));
-      if (params.dy_in_pieces_of_16 && outputs == kStageN) {
+      if (to_fetch > elementwise) {
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
           if (copy * kCopyTokens + copy_token < tokens) {
             ptx::cp_async_16(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes, next_dy[copy]);
           }
         }
+#pragma unroll
+        for (int row = 0; row < kGroups; ++row) {
+          if (copies_scales) {
+            ptx::cp_async_8(slot + kWeightBytes + row * kStageN * scale_size + lane * 8,
+                            next_scales + to_row(row) * scale_size);
+          }
+          if (copies_shift) {
+            ptx::cp_async_8(slot + shift_at + row * kStageN * shift_size + lane * 8,
+                            next_shift + to_row(row) * shift_size);
+          }
+        }
       } else {
-#pragma unroll
-        for (int copy = 0; copy < kCopies; ++copy) {
-          *reinterpret_cast<uint4*>(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes) =
-              load_some(next_dy[copy], outputs - copy_n);
-        }
+        fetch_elements(slot);
       }
-#pragma unroll
-      for (int row = 0; row < kGroups; ++row) {
-        const int64_t first = group_of(row) * args.n + next_n;
-        copy_row(slot + kWeightBytes + row * kStageN * scale_size, scales + first * scale_size, scale_size, outputs);
-        if (shift_size != 0) {
-          copy_row(slot + shift_at + row * kStageN * shift_size, shift + first * shift_size, shift_size, outputs);
-        }
-      }
-      // The other half of the packed tile, or the first half of the next one.
-      const bool second = (first_stage + stage_count - to_fetch) % 2 == 1;
-      next_words +=
-          second ? static_cast<int64_t>(k_tiles) * kTileWords - kStageAtoms * kAtomWords : kStageAtoms * kAtomWords;
+      next_words += k_tiles * kTileWords;
 #pragma unroll
       for (int copy = 0; copy < kCopies; ++copy) next_dy[copy] += kStageN;
-      next_n += kStageN;
+      next_scales += kStageN * scale_size;
+      next_shift += kStageN * shift_size;
       --to_fetch;
     }
     ptx::cp_async_commit();
@@ -306,76 +333,181 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
 #pragma unroll 1
   for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * params.slot_bytes);
 
+#if __CUDA_ARCH__ >= 900
+  // A token's sums are finished by the CTA of rank token % cluster; the others send it theirs.
+  uint64_t* const received_barrier = reinterpret_cast<uint64_t*>(shared + params.received_at);
+  float4* const received = reinterpret_cast<float4*>(shared + params.received_at + 16);
+  const int cluster = static_cast<int>(params.cluster.divisor);
+  if (cluster > 1) {
+    if (threadIdx.x == 0) {
+      ptx::barrier_init(received_barrier, 1);
+      ptx::barrier_init_fence();
+    }
+    ptx::cluster_arrive();
+  }
+#endif
+
   float acc[kBlocks * kSteps][kTokenTiles][4] = {};  // inputs g and g + 8 of a step, tokens 2t and 2t + 1
   float shifted[kGroups][kTokenTiles] = {};          // token g, this lane's outputs: the second sum
+  float multiplied[kGroups][kTokenTiles][4] = {};    // the same of tokens 2t and 2t + 1 and all outputs of the warp
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
+  const bool pairs = kPieces<X> == 1 && params.pairs;
+  const Second second = params.second;
+  // Of token g of a tile, outputs 2t and 2t + 1 of the parts of half a stage.
+  const auto read_dy = [&](float2(&y)[kParts], const uint8_t* slot, const uint32_t (&from)[kParts], int tile,
+                           int first) {
+    if constexpr (sizeof(X) == 2) {
+      pairs_to_float(y, from, kTypeOf<X>);
+    } else {
+      read_pairs(y, slot + dy_at + (tile * 8 + g) * kTokenBytes, first + 2 * t, kTypeOf<X>);
+    }
+  };
   uint8_t* slot = ring;
   uint8_t* free_slot = ring_end - params.slot_bytes;
 #pragma unroll 1
   for (int stage = 0; stage < stage_count; ++stage) {
-    ptx::cp_async_wait_all_but(params.depth - 2);
+    if (params.depth > 3) {
+      params.depth == 4 ? ptx::cp_async_wait<2>() : ptx::cp_async_wait<3>();
+    } else {
+      params.depth == 2 ? ptx::cp_async_wait<0>() : ptx::cp_async_wait<1>();
+    }
     __syncwarp();
     fetch(free_slot);
 #pragma unroll
-    for (int row = 0; row < kGroups; ++row) {
-      float2 scale[kStageAtoms][2], zero[kStageAtoms][2];
-      read_pairs(scale, slot + kWeightBytes + row * kStageN * scale_size, 2 * t, args.scale_dtype);
-      if (shift_size != 0) {
-        read_pairs(zero, slot + shift_at + row * kStageN * shift_size, 2 * t, args.shift_dtype);
-      } else {
+    for (int half = 0; half < kStageN / kHalfN; ++half) {
+      uint32_t dy_pairs[kTokenTiles][kParts];  // token g, outputs 2t and 2t + 1 of a part
+      if constexpr (sizeof(X) == 2) {
 #pragma unroll
-        for (int i = 0; i < 2 * kStageAtoms; ++i) {
-          zero[i / 2][i % 2] = {static_cast<float>(bias_of(kBits)), static_cast<float>(bias_of(kBits))};
+        for (int tile = 0; tile < kTokenTiles; ++tile) {
+          ptx::load_matrices(dy_pairs[tile], ptx::shared_address(slot + dy_at + (tile * 8 + lane % 8) * kTokenBytes +
+                                                                 half * kHalfN * 2 + lane / 8 * 16));
         }
       }
 #pragma unroll
-      for (int atom = 0; atom < kStageAtoms; ++atom) {
-        uint32_t b[kTokenTiles][2][kPieces<X>];
+      for (int row = 0; row < kGroups; ++row) {
+        uint32_t b[kTokenTiles][kParts][kPieces<X>];
+        const int n_of_half = half * kHalfN;
+        const uint8_t* const scale_row = slot + kWeightBytes + row * kStageN * scale_size;
+        const uint8_t* const shift_row = slot + shift_at + row * kStageN * shift_size;
+        if (pairs) {
+          if constexpr (kPieces<X> == 1) {
+            uint32_t scale[kParts];
+            ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + lane / 8 * 16));
 #pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
-          float2 of_token[1][2];
-          read_pairs(of_token, slot + dy_at + (tile * 8 + g) * kTokenBytes, atom * kAtomN + 2 * t, kTypeOf<X>);
+            for (int part = 0; part < kParts; ++part) {
+              scale[part] = ptx::mul_bf16x2(scale[part], kUpPair);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const float2 y = {of_token[0][half].x * kUp, of_token[0][half].y * kUp};
-            float values[2] = {y.x * scale[atom][half].x, y.y * scale[atom][half].y};
-            split(values, b[tile][half]);
-            float& sum = shifted[row][tile];
-            sum = fmaf(offsets ? -y.x : values[0], zero[atom][half].x, sum);
-            sum = fmaf(offsets ? -y.y : values[1], zero[atom][half].y, sum);
+              for (int tile = 0; tile < kTokenTiles; ++tile) {
+                b[tile][part][0] = ptx::mul_bf16x2(dy_pairs[tile][part], scale[part]);
+              }
+            }
+          }
+        } else {
+          float2 scale[kParts];
+          read_pairs(scale, scale_row, n_of_half + 2 * t, args.scale_dtype);
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
+#pragma unroll
+          for (int tile = 0; tile < kTokenTiles; ++tile) {
+            float2 y[kParts];
+            read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+              split({y[part].x * scale[part].x, y[part].y * scale[part].y}, b[tile][part]);
+            }
           }
         }
-        // The words of outputs g and g + 8 of a block of 32 inputs: half a tile, or a whole one.
-        uint4 packed;
+        if (second == Second::kAdded) {
+          float2 z[kParts];
+          read_pairs(z, shift_row, n_of_half + 2 * t, args.shift_dtype);
 #pragma unroll
-        for (int block = row * (kBlocks / kGroups); block < (row + 1) * (kBlocks / kGroups); ++block) {
-          if (kBits == 8 || kGroups > 1 || block % 2 == 0) {
-            const int tile = kBits == 8 ? block : block / 2;
-            packed = reinterpret_cast<const uint4*>(slot)[(tile * kStageAtoms + atom) * 32 + lane];
+          for (int tile = 0; tile < kTokenTiles; ++tile) {
+            float& sum = shifted[row][tile];
+            if (offsets) {
+              float2 y[kParts];
+              read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
+#pragma unroll
+              for (int part = 0; part < kParts; ++part) {
+                sum = fmaf(y[part].x, z[part].x, sum);
+                sum = fmaf(y[part].y, z[part].y, sum);
+              }
+            } else {
+#pragma unroll
+              for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+                for (int piece = 0; piece < kPieces<X>; ++piece) {
+                  sum = fmaf(__uint_as_float(b[tile][part][piece] << 16), z[part].x, sum);
+                  sum = fmaf(__uint_as_float(b[tile][part][piece] & 0xffff0000u), z[part].y, sum);
+                }
+              }
+            }
           }
-          uint32_t low[4], high[4];  // pairs of outputs 2t, 2t + 1 and 2t + 8, 2t + 9; inputs g + 8i of the block
-          if constexpr (kBits == 4) {
-            uint4_to_subnormal(ptx::transpose(block % 2 == 0 ? packed.x : packed.z), low);
-            uint4_to_subnormal(ptx::transpose(block % 2 == 0 ? packed.y : packed.w), high);
+        } else {
+          uint32_t z[kParts];  // the same for all inputs
+          if (second == Second::kNumbers) {
+            ptx::load_matrices(z, ptx::shared_address(shift_row + n_of_half * 2 + lane / 8 * 16));
           } else {
-            uint32_t pairs[2];
-            uint8_to_subnormal(ptx::transpose(packed.x), pairs);
-            low[0] = pairs[0], low[1] = pairs[1];
-            uint8_to_subnormal(ptx::transpose(packed.z), pairs);
-            low[2] = pairs[0], low[3] = pairs[1];
-            uint8_to_subnormal(ptx::transpose(packed.y), pairs);
-            high[0] = pairs[0], high[1] = pairs[1];
-            uint8_to_subnormal(ptx::transpose(packed.w), pairs);
-            high[2] = pairs[0], high[3] = pairs[1];
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+              z[part] = bias_of(kBits) * 0x10001u;
+              if (shift_size != 0) {
+                z[part] = *reinterpret_cast<const uint16_t*>(shift_row + n_of_half + part * 8 + 2 * t);
+                z[part] = byte_permute(z[part], 0u, 0x4140u);
+              }
+            }
           }
 #pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
-            const uint32_t a[4] = {low[2 * step], low[2 * step + 1], high[2 * step], high[2 * step + 1]};
+          for (int part = 0; part < kParts; part += 2) {
+            const uint32_t a[4] = {z[part], z[part], z[part + 1], z[part + 1]};
 #pragma unroll
             for (int tile = 0; tile < kTokenTiles; ++tile) {
+              if (kPieces<X> == 1 && offsets) {
+                ptx::mma_bf16(multiplied[row][tile], a, dy_pairs[tile][part], dy_pairs[tile][part + 1]);
+                continue;
+              }
 #pragma unroll
               for (int piece = 0; piece < kPieces<X>; ++piece) {
-                ptx::mma_bf16(acc[block * kSteps + step][tile], a, b[tile][0][piece], b[tile][1][piece]);
+                ptx::mma_bf16(multiplied[row][tile], a, b[tile][part][piece], b[tile][part + 1][piece]);
+              }
+            }
+          }
+        }
+#pragma unroll
+        for (int atom = 0; atom < kHalfN / kAtomN; ++atom) {
+          // The words of outputs g and g + 8 of a block of 32 inputs: half a tile, or a whole one.
+          uint4 packed;
+#pragma unroll
+          for (int block = row * (kBlocks / kGroups); block < (row + 1) * (kBlocks / kGroups); ++block) {
+            if (kBits == 8 || kGroups > 1 || block % 2 == 0) {
+              const int tile = kBits == 8 ? block : block / 2;
+              packed = reinterpret_cast<const uint4*>(
+                  slot)[(tile * kAtomsPerTile + half * (kHalfN / kAtomN) + atom) * 32 + lane];
+            }
+            uint32_t low[4], high[4];  // pairs of outputs 2t, 2t + 1 and 2t + 8, 2t + 9; inputs g + 8i of the block
+            if constexpr (kBits == 4) {
+              uint4_to_subnormal(ptx::transpose(block % 2 == 0 ? packed.x : packed.z), low);
+              uint4_to_subnormal(ptx::transpose(block % 2 == 0 ? packed.y : packed.w), high);
+            } else {
+              uint32_t two[2];
+              uint8_to_subnormal(ptx::transpose(packed.x), two);
+              low[0] = two[0], low[1] = two[1];
+              uint8_to_subnormal(ptx::transpose(packed.z), two);
+              low[2] = two[0], low[3] = two[1];
+              uint8_to_subnormal(ptx::transpose(packed.y), two);
+              high[0] = two[0], high[1] = two[1];
+              uint8_to_subnormal(ptx::transpose(packed.w), two);
+              high[2] = two[0], high[3] = two[1];
+            }
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+              const uint32_t a[4] = {low[2 * step], low[2 * step + 1], high[2 * step], high[2 * step + 1]};
+#pragma unroll
+              for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+                for (int piece = 0; piece < kPieces<X>; ++piece) {
+                  ptx::mma_bf16(acc[block * kSteps + step][tile], a, b[tile][2 * atom][piece],
+                                b[tile][2 * atom + 1][piece]);
+                }
               }
             }
           }
@@ -385,7 +517,6 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     free_slot = slot;
     slot += params.slot_bytes;
     if (slot == ring_end) slot = ring;
-    __syncwarp();
   }
 
   // Partial sums: warps of the CTA in order, then CTAs of the cluster in order.
@@ -396,10 +527,18 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
     for (int row = 0; row < kGroups; ++row) {
-      float sum = shifted[row][tile];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const float of_token[2] = {__shfl_sync(0xffffffffu, sum, 8 * t), __shfl_sync(0xffffffffu, sum, 8 * t + 4)};
+      float second_sum[2];
+      const float factor = second == Second::kCodes ? kUnscale : offsets ? -1.f : kDown;
+      if (second != Second::kAdded) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) second_sum[i] = multiplied[row][tile][i] * factor;
+      } else {
+        float sum = shifted[row][tile];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) second_sum[i] = __shfl_sync(0xffffffffu, sum, 8 * t + 4 * i) * factor;
+      }
 #pragma unroll
       for (int step = 0; step < kBlocks * kSteps / kGroups; ++step) {
         const int at = row * (kBlocks * kSteps / kGroups) + step;
@@ -408,7 +547,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
           // Inputs g + 8 are the odd nibbles of four-bit words, whose masks leave them 16 times as large.
           const float unscale = kBits == 4 && i / 2 == 1 ? kUnscale / 16 : kUnscale;
           partial[(tile * 8 + 2 * t + i % 2) * kPartialStride + at * 16 + i / 2 * 8 + g] =
-              fmaf(acc[at][tile][i], unscale, -kDown * of_token[i % 2]);
+              fmaf(acc[at][tile][i], unscale, -second_sum[i % 2]);
         }
       }
     }
@@ -417,40 +556,67 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   constexpr int kQuads = kStripK / 4;
   const auto store = [&](int token, int quad, const float4& sum) {
     float values[4] = {sum.x, sum.y, sum.z, sum.w};
+    const int64_t k = k0 + quad * 4;
+    if (k >= args.k) return;
+    if (!(fabsf(sum.x) < INFINITY && fabsf(sum.y) < INFINITY && fabsf(sum.z) < INFINITY && fabsf(sum.w) < INFINITY)) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t k = k0 + quad * 4 + i;
-      if (!(fabsf(values[i]) < INFINITY) && k < args.k)
-        values[i] = exact_sum_transposed(args, batch, dy_row_of(token), k);
+      for (int i = 0; i < 4; ++i) {
+        if (!(fabsf(values[i]) < INFINITY) && k + i < args.k) {
+          values[i] = exact_sum_transposed(args, batch, dy_row_of(token), k + i);
+        }
+      }
     }
-    if (k0 + quad * 4 < args.k) finish4(params.result, batch, row_of(token), k0 + quad * 4, values);
+    store4(args.y, (batch * args.m + row_of(token)) * args.k, k, args.k, values, args.y_dtype);
   };
   const auto add = [](float4& sum, const float4& more) {
     sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
   };
+#if __CUDA_ARCH__ >= 900
+  if (cluster > 1) {
+    if (threadIdx.x == 0) {
+      int rest;
+      const int own_tokens = params.cluster.divide(tokens - rank + cluster - 1, &rest);
+      ptx::barrier_expect(received_barrier, (cluster - 1) * own_tokens * kStripK * 4);
+    }
+    ptx::cluster_wait();
+  }
+#endif
   for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
     const int token = i / kQuads, quad = i % kQuads;
     const int at = (token * kPartialStride + quad * 4) * 4;
     float4 sum = *reinterpret_cast<const float4*>(shared + at);
+#pragma unroll 4
     for (int w = 1; w < warps; ++w) add(sum, *reinterpret_cast<const float4*>(shared + w * params.warp_bytes + at));
-    if (params.cluster == 1) {
-      store(token, quad, sum);
-    } else {
-      *reinterpret_cast<float4*>(shared + at) = sum;  // the only thread that reads it
+#if __CUDA_ARCH__ >= 900
+    if (cluster > 1) {
+      int owner;
+      const int of_owner = params.cluster.divide(token, &owner);
+      if (owner == rank) {
+        *reinterpret_cast<float4*>(shared + at) = sum;  // nobody else reads it
+      } else {
+        ptx::store_async_at_rank(received + (rank * params.owned_tokens + of_owner) * kQuads + quad, sum,
+                                 received_barrier, owner);
+      }
+      continue;
     }
+#endif
+    store(token, quad, sum);
   }
 #if __CUDA_ARCH__ >= 900
-  if (params.cluster > 1) {
-    __syncthreads();
-    ptx::cluster_share();
-    for (int i = rank * blockDim.x + threadIdx.x; i < tokens * kQuads; i += params.cluster * blockDim.x) {
+  if (cluster > 1) {
+    for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
       const int token = i / kQuads, quad = i % kQuads;
-      const float* at = reinterpret_cast<const float*>(shared) + token * kPartialStride + quad * 4;
-      float4 sum = ptx::load4_shared_of_rank(at, 0);
-      for (int other = 1; other < params.cluster; ++other) add(sum, ptx::load4_shared_of_rank(at, other));
+      int owner;
+      const int of_owner = params.cluster.divide(token, &owner);
+      if (owner != rank) continue;
+      ptx::barrier_wait(received_barrier, 0);
+      const float4 own = *reinterpret_cast<const float4*>(shared + (token * kPartialStride + quad * 4) * 4);
+      float4 sum = {};
+      for (int from = 0; from < cluster; ++from) {
+        add(sum, from == rank ? own : received[(from * params.owned_tokens + of_owner) * kQuads + quad]);
+      }
       store(token, quad, sum);
     }
-    ptx::cluster_leave();
   }
 #endif
 }
@@ -464,43 +630,50 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   const int partial = 8 * kTokenTiles * kPartialStride * 4;
   int plan_bytes = 0;
   if constexpr (Tokens::kRagged) plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
-  const int budget = config.shared_bytes - plan_bytes;
+  params.owned_tokens = static_cast<int>(ceil_div(8 * kTokenTiles, config.cluster));
+  const int received = config.cluster == 1 ? 0 : 16 + config.cluster * params.owned_tokens * kStripK * 4;
+  const int budget = config.shared_bytes - plan_bytes - received;
   params.slot_bytes = slot;
   params.depth = std::min(budget / config.warps / slot, kMaxDepth);
   if (params.depth < 2 || partial * config.warps > budget) return cudaErrorInvalidConfiguration;
   params.warp_bytes = std::max(params.depth * slot, partial);
-  params.token_tiles = static_cast<int>(ceil_div(args.m, 8 * kTokenTiles));
-  params.strips = static_cast<int>(ceil_div(args.k, kStripK));
-  int64_t tiles = args.batch * params.token_tiles;
+  params.received_at = config.warps * params.warp_bytes;
+  const int stages = static_cast<int>(ceil_div(args.n, kStageN)), runs = config.cluster * config.warps;
+  params.stages_each = stages / runs;
+  params.stages_more = stages % runs;
+  const int64_t strips = ceil_div(args.k, kStripK), token_tiles = ceil_div(args.m, 8 * kTokenTiles);
+  params.strips = Divisor(static_cast<int>(strips));
+  int64_t tiles = args.batch * token_tiles;
   if constexpr (Tokens::kRagged) {
     if (source.work.tile_rows != 8 * kTokenTiles) return cudaErrorInvalidValue;
-    params.token_tiles = 1;  // no divisor may be zero
-    source.plan_at = config.warps * params.warp_bytes;
+    source.plan_at = params.received_at + received;
     tiles = ragged::most_tiles(source.work);
+  } else {
+    params.token_tiles = Divisor(static_cast<int>(token_tiles));
   }
-  const int64_t ctas = tiles * params.strips * config.cluster;
+  const int64_t ctas = tiles * strips * config.cluster;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(ctas));
   shape.threads = config.warps * 32;
   shape.cluster = config.cluster;
-  shape.shared_bytes = config.warps * params.warp_bytes + plan_bytes;
+  shape.shared_bytes = params.received_at + received + plan_bytes;
   return launch_kernel(transposed_stream_matmul<X, kBits, kTokenTiles, kGroups, Tokens>, shape, stream, params, source);
 }
 
 template <typename X, int kBits, typename Tokens>
 cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
-  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
+  const auto launch = [&](auto tiles) {
+    return params.log2_group_blocks == 0 ? launch_instance<X, kBits, tiles.value, 2>(params, source, config, stream)
+                                         : launch_instance<X, kBits, tiles.value, 1>(params, source, config, stream);
+  };
   switch (config.token_tiles) {
     case 1:
-      return small_groups ? launch_instance<X, kBits, 1, 4>(params, source, config, stream)
-                          : launch_instance<X, kBits, 1, 1>(params, source, config, stream);
-    case 4:  // more than the registers hold with several rows of scales
-      if (!small_groups) return launch_instance<X, kBits, 4, 1>(params, source, config, stream);
-      [[fallthrough]];
+      return launch(std::integral_constant<int, 1>{});
     case 2:
-      return small_groups ? launch_instance<X, kBits, 2, 4>(params, source, config, stream)
-                          : launch_instance<X, kBits, 2, 1>(params, source, config, stream);
+      return launch(std::integral_constant<int, 2>{});
+    case 4:
+      return launch(std::integral_constant<int, 4>{});
     default:
       return cudaErrorInvalidValue;
   }
@@ -510,14 +683,17 @@ template <typename X, typename Tokens>
 cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Config& config, cudaStream_t stream) {
   Params params{};
   params.args = args;
-  params.result = args;
-  params.result.n = args.k;
-  params.cluster = config.cluster;
+  params.cluster = Divisor(config.cluster);
   params.log2_group_blocks = log2_group_blocks(args);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 4 : element_size(args.shift_dtype);
-  params.scales_in_pieces_of_4 = args.n * element_size(args.scale_dtype) % 4 == 0 && args.n * shift_size % 4 == 0;
-  params.dy_in_pieces_of_16 = args.n * sizeof(X) % 16 == 0;
-  if (config.warps < 1 || config.warps > max_warps(config.token_tiles)) return cudaErrorInvalidValue;
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 8 : element_size(args.shift_dtype);
+  params.copies =
+      args.n * element_size(args.scale_dtype) % 8 == 0 && args.n * shift_size % 8 == 0 && args.n * sizeof(X) % 16 == 0;
+  params.pairs = kPieces<X> == 1 && args.scale_dtype == DType::kBF16;
+  const bool zeros = args.shift_mode == ShiftMode::kZeros, numbers = args.shift_dtype == DType::kBF16;
+  params.second = args.shift_mode == ShiftMode::kNone || (zeros && args.shift_dtype == DType::kU8) ? Second::kCodes
+                  : numbers && (zeros || kPieces<X> == 1)                                          ? Second::kNumbers
+                                                                                                   : Second::kAdded;
+  if (config.warps < 1 || config.warps > kMostWarps) return cudaErrorInvalidValue;
   return args.bits == 4 ? launch_tokens<X, 4>(params, source, config, stream)
                         : launch_tokens<X, 8>(params, source, config, stream);
 }

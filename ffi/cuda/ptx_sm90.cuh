@@ -68,9 +68,13 @@ __device__ __forceinline__ void store_async_at_rank(void* shared, const float4& 
       : "memory");
 }
 // All threads of the cluster have come here; nothing of what they wrote.
-__device__ __forceinline__ void cluster_meet() {
+__device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void cluster_meet() {
+  cluster_arrive();
+  cluster_wait();
 }
 // All threads of the cluster, with what they wrote before.
 __device__ __forceinline__ void cluster_sync() {
