@@ -1,6 +1,6 @@
 """Times the gradient of the activations through quantized weights beside the dense one, into one result file.
 
-    python benchmarks/gradients.py [--suite tokens schemes] [--output FILE]
+    python benchmarks/gradients.py [--suite tokens schemes] [--tokens N ...] [--output FILE] [--append]
 
 ``dx = dy @ w.T``: the transpose of ``jax_wonly.matmul``, and ``dy @ w.T`` with dense weights, in the same process and
 taking turns. Kernel time as in ``benchmarks/matmul.py``: CUPTI's, all kernels of a call, the median over calls that
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _common import add_results, add_suites, add_timing, require_gpu, save
+from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -21,6 +21,7 @@ from jax_wonly.progress import progress
 RESULTS = Path(__file__).parent / "results" / "h100-gradients.json"
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # K x N
 TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+IDENTITY = ("dtype", "bits", "group_size", "zeros", "k", "n", "m")
 
 
 def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
@@ -101,17 +102,19 @@ def measure(options, rounds, calls, cache):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_suites(parser, SUITES)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="(default: %(default)s)")
     add_timing(parser, rounds=3, calls=8)
-    add_results(parser, RESULTS, append=False)
+    add_results(parser, RESULTS)
     args = parser.parse_args()
     require_gpu("gradients.py")
 
-    rows: list[dict] = []
+    results = kept_rows(args.output, args.append, IDENTITY)
     cache: dict = {}
-    for options in progress([options for suite in args.suite for options in SUITES[suite]], label="products"):
-        rows.append(measure(options, args.rounds, args.calls, cache))
-        save(args.output, rows, args.commit)
-        row = rows[-1]
+    cases = [options for suite in args.suite for options in SUITES[suite] if options["m"] in args.tokens]
+    for options in progress(cases, label="products"):
+        row = measure(options, args.rounds, args.calls, cache)
+        results[tuple(row[name] for name in IDENTITY)] = row
+        save(args.output, list(results.values()), args.commit)
         print(
             f"{row['k']:6} x {row['n']:6} M {row['m']:5} {row['dtype']:8} int{row['bits']} g{row['group_size']:<5} "
             f"{row['zeros']:13} {row['us']:9.2f} us, dense {row['dense_us']:9.2f} us, {row['ratio']:6.3f}x, "

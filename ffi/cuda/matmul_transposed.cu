@@ -20,11 +20,14 @@ transposed_stream::Config stream_config(int token_tiles, DType dy_type, int64_t 
   transposed_stream::Config config{};
   config.token_tiles = token_tiles;
   config.warps = transposed_stream::kMostWarps;
-  config.shared_bytes = shared_share(device, transposed_stream::most_ctas(token_tiles, dy_type == DType::kF32 ? 4 : 2));
   config.cluster = 1;
   if (device.architecture >= 90) {  // as many as leave every CTA a multiprocessor
     config.cluster = static_cast<int>(std::clamp<int64_t>(device.multiprocessors / std::max<int64_t>(blocks, 1), 1, 4));
   }
+  // CTAs that could share a multiprocessor do so, even where there is one for each.
+  const bool alone = blocks * config.cluster <= device.multiprocessors;
+  const int size = dy_type == DType::kF32 ? 4 : 2;
+  config.shared_bytes = shared_share(device, alone ? 1 : transposed_stream::most_ctas(token_tiles, size));
   return config;
 }
 
