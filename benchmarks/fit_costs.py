@@ -35,10 +35,11 @@ Expected = Callable[[dict], Iterator[tuple[tuple, float]]]
 
 def products(record: dict) -> Iterator[tuple[Measured, Expected]]:
     """The measured configurations that the dispatcher has for a product, and what a file of costs says of them."""
+    in_tiles = costs.read(90)["tiled"]["tokens"]
     for sweep in record["sweeps"]:
         measured: dict[tuple, Measured] = defaultdict(dict)
         for k, n, m, kernel, config, us in sweep["rows"]:
-            if not (kernel == "tiled" and sweep["mode"] != "table" and m <= 128):
+            if not (kernel == "tiled" and sweep["mode"] != "table" and m < in_tiles):
                 measured[k, n, m][kernel, *config] = us
         for (k, n, m), times in measured.items():
             yield times, expected(sweep, k, n, m)
