@@ -42,7 +42,7 @@ _SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
 _DECODE = _cuda_costs.Decode(**_SM90["decode"])
 _STREAM = _cuda_costs.Stream(**_SM90["stream"])
 _WARPGROUPS = _cuda_costs.warpgroups_of(_SM90["warpgroup"])
-_TILED_TOKENS = _SM90["tiled"]["tokens"]
+_TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = _SM90["tiled"]["tokens"], _SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"]))
 _MMA = _cuda_costs.mma_of(_SM80["mma"])
 _CONV_TILES = _cuda_costs.Tiles(
@@ -184,8 +184,9 @@ def kernel(
         other = _stream(m, weights, False)
         if exact:
             other = _warpgroup(m, k, n, batch, bits, groups, shift_mode, shift_dtype)
-        enough = m >= (_TILED_TOKENS if exact else STREAM_TOKENS + 1)
-        if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
+        large_groups = bits == 4 and k // groups not in (32, 64)
+        least = _TILED_TOKENS if large_groups else _TILED_TOKENS_OF_SMALL_GROUPS
+        if m >= (least if exact else STREAM_TOKENS + 1) and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
             if _tiled(m, k, n, batch, shift_mode) < other:
                 return "matmul_tiled"
         if exact:

@@ -44,7 +44,10 @@ def header() -> str:
                 f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
                 for name in ("weights", "inputs", "bits")
             ),
-            f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n",
+            "// From so many tokens on where matmul_warpgroup is there too: with four bits and groups of 128 inputs or\n"
+            "// more, and otherwise.\n"
+            f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n"
+            f"inline constexpr int64_t kTiledTokensOfSmallGroups = {newer['tiled']['tokens_of_small_groups']};\n",
             array("warpgroup::Cost", "kWarpgroup", warpgroup["shapes"]),
             array("warpgroup::ClusterCost", "kClusters", warpgroup["clusters"]),
             f"inline constexpr float kWarpgroupBytes = {number(warpgroup['memory'])};\n",
