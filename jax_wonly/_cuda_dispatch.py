@@ -186,7 +186,8 @@ def kernel(
             other = _warpgroup(m, k, n, batch, bits, groups, shift_mode, shift_dtype)
         large_groups = bits == 4 and k // groups not in (32, 64)
         least = _TILED_TOKENS if large_groups else _TILED_TOKENS_OF_SMALL_GROUPS
-        if m >= (least if exact else STREAM_TOKENS + 1) and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
+        enough = m >= (least if exact else STREAM_TOKENS + 1)
+        if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
             if _tiled(m, k, n, batch, shift_mode) < other:
                 return "matmul_tiled"
         if exact:

@@ -44,8 +44,8 @@ def header() -> str:
                 f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
                 for name in ("weights", "inputs", "bits")
             ),
-            "// From so many tokens on where matmul_warpgroup is there too: with four bits and groups of 128 inputs or\n"
-            "// more, and otherwise.\n"
+            "// From so many tokens on where matmul_warpgroup is there too: four bits and groups of 128 inputs, or\n"
+            "// others.\n"
             f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n"
             f"inline constexpr int64_t kTiledTokensOfSmallGroups = {newer['tiled']['tokens_of_small_groups']};\n",
             array("warpgroup::Cost", "kWarpgroup", warpgroup["shapes"]),
