@@ -53,6 +53,7 @@ def header() -> str:
             f"inline constexpr float kWarpgroupBytes = {number(warpgroup['memory'])};\n",
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),
             in_tiles("tiled::Cost", "kTable", newer["table"]),
+            in_tiles("tiled::Cost", "kConv", newer["conv"]),
             in_tiles("mma::Cost", "kMma", older["mma"]),
             "\n}  // namespace wonly::costs\n",
         ]
