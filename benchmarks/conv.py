@@ -1,15 +1,16 @@
 """Times quantized convolutions on a GPU beside dense ones of the same process, into one result file.
 
-    python benchmarks/conv.py [--suite resnet unet resnext depthwise] [--batch N ...] [--output FILE] [--append]
+    python benchmarks/conv.py [--suite resnet unet resnext depthwise transposed] [--batch N ...] [--output FILE]
+        [--append]
 
 Square images in bfloat16, channels last, "SAME" padding, weights int4 in groups of 64 inputs; where features are in
-groups, one scale for an output of a tap. Kernel time is CUPTI's: all kernels of a call together, the median over calls
+groups, one scale for an output of a tap. ``dilation`` is that of the image, of transposed convolutions, whose result is
+as many times as large. Kernel time is CUPTI's: all kernels of a call together, the median over calls
 that rotate through weights of more than four times the L2 (or 24 of them, where they are small); all functions take
 turns. Microseconds:
 
 - ``us``: ``jax_wonly.conv_general_dilated`` as it chooses;
-- ``kernel_us``, ``dequantize_us``: with ``implementation="cuda"``, null for groups of several inputs, for which there
-  is no kernel, and ``"dequantize"``;
+- ``kernel_us``, ``dequantize_us``: with ``implementation="cuda"`` and ``"dequantize"``;
 - ``dense_us``: ``jax.lax.conv_general_dilated`` of bfloat16 weights that lie as cuDNN wants them (outputs first), which
   saves it a transposition.
 """
@@ -26,40 +27,48 @@ from jax_wonly._timing import Calls, copies_of
 from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "h100-conv.json"
-# (size of the image, inputs, outputs, window, stride, groups of features)
+# (size of the image, inputs, outputs, window, stride, groups of features, dilation of the image)
 SUITES = {
     "resnet": [
-        (56, 64, 64, 3, 1, 1),
-        (28, 128, 128, 3, 1, 1),
-        (28, 256, 256, 3, 2, 1),
-        (14, 256, 256, 3, 1, 1),
-        (7, 512, 512, 3, 1, 1),
+        (56, 64, 64, 3, 1, 1, 1),
+        (28, 128, 128, 3, 1, 1, 1),
+        (28, 256, 256, 3, 2, 1, 1),
+        (14, 256, 256, 3, 1, 1, 1),
+        (7, 512, 512, 3, 1, 1, 1),
     ],
     "unet": [
-        (64, 320, 320, 3, 1, 1),
-        (32, 640, 640, 3, 1, 1),
-        (16, 1280, 1280, 3, 1, 1),
-        (16, 2560, 1280, 3, 1, 1),
-        (8, 1280, 1280, 3, 1, 1),
+        (64, 320, 320, 3, 1, 1, 1),
+        (32, 640, 640, 3, 1, 1, 1),
+        (16, 1280, 1280, 3, 1, 1, 1),
+        (16, 2560, 1280, 3, 1, 1, 1),
+        (8, 1280, 1280, 3, 1, 1, 1),
     ],
     "resnext": [
-        (56, 128, 128, 3, 1, 32),
-        (28, 512, 512, 3, 2, 32),
-        (14, 512, 512, 3, 1, 32),
-        (7, 1024, 1024, 3, 1, 32),
+        (56, 128, 128, 3, 1, 32, 1),
+        (28, 256, 256, 3, 1, 32, 1),
+        (28, 512, 512, 3, 2, 32, 1),
+        (14, 512, 512, 3, 1, 32, 1),
+        (14, 512, 512, 3, 1, 8, 1),
+        (7, 1024, 1024, 3, 1, 32, 1),
+    ],
+    "transposed": [  # of decoders
+        (16, 1280, 1280, 3, 1, 1, 2),
+        (32, 512, 512, 3, 1, 1, 2),
+        (16, 512, 256, 4, 1, 1, 2),
+        (64, 256, 128, 4, 1, 1, 2),
     ],
     "depthwise": [  # of MobileNetV2, EfficientNet and ConvNeXt
-        (112, 32, 32, 3, 1, 32),
-        (56, 144, 144, 3, 2, 144),
-        (14, 672, 672, 5, 1, 672),
-        (56, 96, 96, 7, 1, 96),
-        (14, 384, 384, 7, 1, 384),
+        (112, 32, 32, 3, 1, 32, 1),
+        (56, 144, 144, 3, 2, 144, 1),
+        (14, 672, 672, 5, 1, 672, 1),
+        (56, 96, 96, 7, 1, 96, 1),
+        (14, 384, 384, 7, 1, 384, 1),
     ],
 }
 BATCHES = (1, 8, 32)
 GROUP_SIZE = 64
 FEW = 24  # weights that take turns at most: smaller ones stay in the cache in a model too
-IDENTITY = ("suite", "size", "inputs", "outputs", "window", "stride", "groups", "batch")
+IDENTITY = ("suite", "size", "inputs", "outputs", "window", "stride", "groups", "dilation", "batch")
 
 
 def _group_size(groups: int) -> int | None:
@@ -67,10 +76,21 @@ def _group_size(groups: int) -> int | None:
 
 
 def measure(
-    size: int, inputs: int, outputs: int, window: int, stride: int, groups: int, batch: int, rounds: int, calls: int
+    size: int,
+    inputs: int,
+    outputs: int,
+    window: int,
+    stride: int,
+    groups: int,
+    dilation: int,
+    batch: int,
+    rounds: int,
+    calls: int,
 ):
     each = inputs // groups
     shape, strides = (window, window, each, outputs), (stride, stride)
+    low, odd = divmod(window + dilation - 2, 2)
+    padding = "SAME" if dilation == 1 else ((low, low + odd),) * 2  # the result is dilation times as large
     count = min(FEW, copies_of(window**2 * each * outputs // 2))
     key = jax.random.key(size)
 
@@ -84,17 +104,19 @@ def measure(
 
     def ours(implementation):
         return lambda x, qt: jw.conv_general_dilated(
-            x, qt, strides, "SAME", feature_group_count=groups, implementation=implementation
+            *(x, qt, strides, padding, (dilation, dilation)), feature_group_count=groups, implementation=implementation
         )
 
     def dense(x, w):
         return jax.lax.conv_general_dilated(
-            x, w, strides, "SAME", dimension_numbers=("NHWC", "OHWI", "NHWC"), feature_group_count=groups
+            *(x, w, strides, padding, (dilation, dilation)),
+            dimension_numbers=("NHWC", "OHWI", "NHWC"),
+            feature_group_count=groups,
         )
 
     operands = [(x, qt) for qt, _ in weights]
-    running = {} if 1 < groups < inputs else {"kernel_us": Calls(ours("cuda"), operands)}
-    running |= {
+    running = {
+        "kernel_us": Calls(ours("cuda"), operands),
         "dequantize_us": Calls(ours("dequantize"), operands),
         "dense_us": Calls(dense, [(x, w) for _, w in weights]),
     }
@@ -106,10 +128,9 @@ def measure(
         for timer in running.values():
             timer.measure(calls)
     times = {name: round(timer.us, 2) for name, timer in running.items()}
-    operations = 2 * running[chosen].run().size * window**2 * each
+    operations = 2 * running[chosen].run().size * window**2 * each / dilation**2
     return {
         "us": times[chosen],
-        "kernel_us": None,
         **times,
         "ratio": round(times["dense_us"] / times[chosen], 3),
         "tflops": round(operations / times[chosen] * 1e-6, 1),
@@ -138,7 +159,7 @@ def main() -> None:
     for row in rows.values():
         print(
             f"{row['suite']:6} {row['batch']:3} x {row['size']:2}^2 {row['inputs']:4} -> {row['outputs']:4} "
-            f"{row['window']}x{row['window']} /{row['stride']} {row['groups']:4} groups: "
+            f"{row['window']}x{row['window']} /{row['stride']} {row['groups']:4} groups, x{row['dilation']}: "
             f"{row['us']:8.2f} us, kernel {row['kernel_us']}, "
             f"dequantize {row['dequantize_us']:8.2f}, dense {row['dense_us']:8.2f}  {row['ratio']:6.3f}x  "
             f"{row['kernel']}"

@@ -35,10 +35,13 @@ Expected = Callable[[dict], Iterator[tuple[tuple, float]]]
 
 def products(record: dict) -> Iterator[tuple[Measured, Expected]]:
     """The measured configurations that the dispatcher has for a product, and what a file of costs says of them."""
+    tiled = costs.read(90)["tiled"]
     for sweep in record["sweeps"]:
+        large_groups = sweep["bits"] == 4 and sweep["group_size"] not in (32, 64)
+        in_tiles = tiled["tokens" if large_groups else "tokens_of_small_groups"]
         measured: dict[tuple, Measured] = defaultdict(dict)
         for k, n, m, kernel, config, us in sweep["rows"]:
-            if not (kernel == "tiled" and sweep["mode"] != "table" and m <= 128):
+            if not (kernel == "tiled" and sweep["mode"] != "table" and m < in_tiles):
                 measured[k, n, m][kernel, *config] = us
         for (k, n, m), times in measured.items():
             yield times, expected(sweep, k, n, m)

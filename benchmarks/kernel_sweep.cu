@@ -237,9 +237,9 @@ int check(int every, const char* only) {
           }
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
           for (int tokens : {16, 32, 48, 64, 96, 128})
-            for (int warpgroups : {2, 4})
+            for (int warpgroups : {1, 2, 4})
               for (int cluster : {1, 2, 3, 4, 8})
-                if (warpgroups == 2 || tokens == 32 || tokens == 64) {
+                if (warpgroups == 2 || tokens == 32 || tokens == 64 || (warpgroups == 1 && tokens == 16)) {
                   compare("warpgroup", tokens, warpgroups, cluster, 0, [&] {
                     return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr);
                   });
@@ -366,10 +366,10 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
                graph_us(calls, [&](const MatmulArgs& args) { return decode::launch(args, config, shared, s); }, s));
       }
       for (int tokens : {16, 32, 48, 64, 96, 128})
-        for (int warpgroups : {2, 4})
+        for (int warpgroups : {1, 2, 4})
           for (int cluster : {1, 2, 3, 4, 6}) {
             if (device.architecture != 90 || !warpgroup::supports(calls[0]) ||
-                (warpgroups == 4 && tokens != 32 && tokens != 64))
+                (warpgroups == 4 && tokens != 32 && tokens != 64) || (warpgroups == 1 && tokens > 64))
               continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
             if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < 128)) continue;

@@ -36,14 +36,16 @@
 //     As that; k, bits, zero, low, high: clamp(rint((codes @ (qw - 2^(bits - 1)) + fused) * multiplier) + zero).
 //   wonly_conv_v1(x[B, H, W, K], qw u32[T, Nt, Kt, 512], scales[T, G, N], (shift[T, G, N]), (bias[1, N]))
 //       -> y[B, H', W', N], scratch s32[S]
-//     bits, shift_mode, has_bias, activation; window s64[8]: height and width of the window, of which T is the product,
-//     of its strides, of the padding before the first pixel, and of the dilation of taps. CUDA alone. Scales
-//     are of x's type or f32, shift of x's type, and zeros also u8. Scratch, of any size, lets CTAs share inputs.
+//     bits, shift_mode, has_bias, activation; window s64[8 or 10]: height and width of the window, of which T is the
+//     product, of its strides, of the padding before the first pixel, of the dilation of taps, and of that of x, or 1.
+//     CUDA alone. Scales are of x's type or f32, shift of x's type, and zeros also u8. Scratch, of any size, lets CTAs
+//     share inputs.
 //   wonly_direct_conv_v1(x[B, D, H, W, C], qw u32[T, Nt, Kt, 512], scales[Ts, G, N], (shift[Tz, G, N]), (bias[1, N]))
 //       -> y[B, D', H', W', N]
 //     bits, shift_mode, has_bias, activation, groups; window s64[12]: of depth, height and width the window, of which T
 //     is the product, the strides, the padding before the first pixel, and the dilation of taps. K is C / groups, and
-//     output n belongs to group n / (N / groups). Ts and Tz are 1 or T. CUDA alone, and K = 1.
+//     output n belongs to group n / (N / groups). Ts and Tz are 1 or T. CUDA alone; C = groups, or x of 16 bits and C
+//     and N multiples of 8 on architecture 8.0 or newer.
 //
 // x, w, y, dx, dy: f16, bf16 or f32. scales, bias: f16, bf16 or f32. shift: those (zeros or offsets), or u8 (integer
 // zeros). The group size is K / G. W[k, n] = (code - zero) * scale, or code * scale + offset; zero is 2^(bits - 1)
@@ -68,10 +70,11 @@ enum class RowMode : int64_t { kSizes = 0, kIds = 1 };
 // behind it, those of kIds may be put in the order of their experts first.
 constexpr int64_t kRaggedScratchPerRow = 1, kRaggedScratchPerExpert = 8, kRaggedScratchFixed = 64;
 
-// A spatial axis of a convolution: pixel i of the result meets at tap r the pixel i * stride + r * dilation - low of x;
-// outside of it are zeros.
+// A spatial axis of a convolution: pixel i of the result meets at tap r the pixel (i * stride + r * dilation - low) /
+// spread of x; outside of it, and between its pixels, are zeros.
 struct ConvAxis {
   int size, result, window, stride, low, dilation;
+  int spread = 1;  // of a transposed convolution
 };
 struct ConvGeometry {
   int images;

@@ -381,10 +381,12 @@ ffi::Error check_conv_weights(const ffi::AnyBuffer& qw, const ffi::AnyBuffer& sc
   return check_operand("bias", *rest.get<ffi::AnyBuffer>(rest.size() - 1), 1, false, {n}, false, out.bias);
 }
 
-// Window, strides, padding and dilation of `axes` axes, one property after the other.
-inline ffi::Error check_window(ffi::Span<const int64_t> window, size_t axes) {
+// Window, strides, padding, dilation, and up to `properties` more, of `axes` axes, one property after the other.
+inline ffi::Error check_window(ffi::Span<const int64_t> window, size_t axes, size_t properties = 4) {
   constexpr int64_t kMost = int64_t{1} << 20;  // what sizes are computed of stays far from the end of int64
-  if (window.size() != 4 * axes) return invalid("window has ", window.size(), " entries; accepted: ", 4 * axes);
+  if (window.size() != 4 * axes && window.size() != properties * axes) {
+    return invalid("window has ", window.size(), " entries; accepted: ", properties * axes);
+  }
   for (size_t i = 0; i < window.size(); ++i) {
     const int64_t least = i / axes == 2 ? -kMost : 1;
     if (window[i] < least || window[i] > kMost) {
@@ -402,6 +404,7 @@ inline ffi::Error conv_axis(ffi::Span<const int64_t> window, size_t axes, size_t
   }
   const auto property = [&](size_t i) { return static_cast<int>(window[i * axes + axis]); };
   out = {static_cast<int>(size), static_cast<int>(result), property(0), property(1), property(2), property(3)};
+  if (window.size() > 4 * axes) out.spread = property(4);
   return ffi::Error::Success();
 }
 
@@ -410,7 +413,7 @@ inline ffi::Error check_conv(const ffi::AnyBuffer& x, const ffi::AnyBuffer& qw, 
                              int64_t has_bias, int64_t activation, ffi::Span<const int64_t> window, ConvOperands& out) {
   WONLY_RETURN_IF_ERROR(check_rank("x", x, 4));
   WONLY_RETURN_IF_ERROR(check_rank("the result", y, 4));
-  WONLY_RETURN_IF_ERROR(check_window(window, 2));
+  WONLY_RETURN_IF_ERROR(check_window(window, 2, 5));
   const auto in = x.dimensions(), result = y.dimensions();
   if (in[0] > std::numeric_limits<int>::max()) return invalid("x has ", in[0], " images; accepted: less than 2^31");
   ConvGeometry& g = out.geometry;

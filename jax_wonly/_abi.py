@@ -73,11 +73,11 @@ def matmul_scratch(batch: int, m: int, n: int, *, table: bool = False) -> int:
     As ``tiled::scratch_bytes`` in ``ffi/cuda/matmul_tiled.h`` for all tiles that clusters may share, at most 21 MB.
     Weights with a table are multiplied in tiles from fewer tokens on.
     """
-    least_tokens = 128
-    if m <= (16 if table else least_tokens):
+    least_tile = 128  # tokens
+    if m <= (16 if table else 96):
         return 0
-    tiles = batch * -(-m // least_tokens) * -(-n // 256)
-    return 1024 + min(7 * tiles, 80) * 256 * (256 if m > least_tokens else least_tokens)
+    tiles = batch * -(-m // least_tile) * -(-n // 256)
+    return 1024 + min(7 * tiles, 80) * 256 * (256 if m > least_tile else least_tile)
 
 
 def mma_scratch(batch: int, m: int, n: int, ctas: int) -> int:

@@ -22,6 +22,9 @@ _TILE_OUTPUTS = 256  # of the tiled kernel
 _STREAM_FLOAT32 = 1.1e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
+_MOST_STEPS = 48  # taps and blocks of 32 inputs of a convolution in groups of several
+# Outputs, by the third power of a group's inputs, up to which one has its kernel, with strides of 1 and 2 (measured)
+_FEW_PRODUCTS, _FEW_PRODUCTS_STRIDED = 3.4e9, 14e9
 _FEW_OUTPUTS = 1 << 20  # up to which a depthwise convolution with nine taps or fewer has its kernel (measured)
 _CONV = 650e6  # operations per microsecond of XLA's convolution
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
@@ -42,16 +45,9 @@ _SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
 _DECODE = _cuda_costs.Decode(**_SM90["decode"])
 _STREAM = _cuda_costs.Stream(**_SM90["stream"])
 _WARPGROUPS = _cuda_costs.warpgroups_of(_SM90["warpgroup"])
-_TILED_TOKENS = _SM90["tiled"]["tokens"]
-_TILED, _TABLE_TILED = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"]))
+_TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = _SM90["tiled"]["tokens"], _SM90["tiled"]["tokens_of_small_groups"]
+_TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"], _SM90["conv"]))
 _MMA = _cuda_costs.mma_of(_SM80["mma"])
-_CONV_TILES = _cuda_costs.Tiles(
-    (
-        *((1, 64, 0.41), (1, 128, 0.47), (1, 192, 0.54), (1, 256, 0.64)),
-        *((2, 64, 0.47), (2, 128, 0.51), (2, 192, 0.56), (2, 256, 0.68)),
-    ),
-    *(2.8, 0.5, 0.5, 3.1, 3.0, 1.5, 16, 3),
-)
 
 
 # Operations per microsecond of XLA's dense product on an H100 with the tensor cores of other architectures, by their
@@ -184,7 +180,9 @@ def kernel(
         other = _stream(m, weights, False)
         if exact:
             other = _warpgroup(m, k, n, batch, bits, groups, shift_mode, shift_dtype)
-        enough = m >= (_TILED_TOKENS if exact else STREAM_TOKENS + 1)
+        large_groups = bits == 4 and k // groups not in (32, 64)
+        least = _TILED_TOKENS if large_groups else _TILED_TOKENS_OF_SMALL_GROUPS
+        enough = m >= (least if exact else STREAM_TOKENS + 1)
         if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
             if _tiled(m, k, n, batch, shift_mode) < other:
                 return "matmul_tiled"
@@ -256,22 +254,23 @@ def conv_kernel(x_dtype, k: int, sizes, results, window) -> bool:
     """Whether there is a kernel for a convolution: ``conv::supports`` in ``ffi/cuda/conv.cu``."""
     if not has_warpgroups() or jnp.dtype(x_dtype).itemsize != 2 or k % 8:
         return False
-    for size, result, taps, stride, (low, _), dilation in zip(
-        sizes, results, window.size, window.strides, window.padding, window.rhs_dilation, strict=True
-    ):
+    for size, result, taps, stride, (low, _), spread, dilation in zip(sizes, results, *window, strict=True):
+        if spread > 1 and (stride > 1 or dilation > 1 or result % spread or taps < spread):
+            return False
+        result, low = result // spread, low // spread
         high = (result - 1) * stride - low - (size - 1)
         if stride > 8 or (taps - 1) * dilation > 255 or not -127 <= low <= 128 or not -128 <= high <= 127:
             return False
     return True
 
 
-def use_conv(pixels: int, k: int, n: int, taps: int, bits: int) -> bool:
+def use_conv(pixels: int, k: int, n: int, window, bits: int) -> bool:
     """Whether the kernel is expected to be as fast as dequantized weights and XLA's convolution."""
-    kernel, dense = conv_estimate(pixels, k, n, taps, bits)
+    kernel, dense = conv_estimate(pixels, k, n, window.taps, bits, math.prod(window.lhs_dilation))
     return kernel <= dense
 
 
-def direct_conv_kernel(x_shape, k: int, groups: int, results, window) -> bool:
+def direct_conv_kernel(x_shape, x_dtype, k: int, n: int, groups: int, results, window) -> bool:
     """Whether there is a kernel for a convolution in groups of ``k`` inputs: ``ffi/cuda/direct_conv.cu``."""
     reach = [
         (result + 16) * stride + (taps + 16) * dilation + abs(low)
@@ -282,28 +281,43 @@ def direct_conv_kernel(x_shape, k: int, groups: int, results, window) -> bool:
     pixels = max(math.prod(x_shape[:-1]), x_shape[0] * math.prod(results))
     if len(results) > 3 or max(reach, default=0) >= 2**27 or max(pixels, math.prod(x_shape[-2:])) >= 2**31:
         return False
-    return k == 1 and groups > 1 and window.taps * 16 <= (63 << 10 if _capability() < (8, 0) else _MOST_SHARED)
+    if max(window.lhs_dilation, default=1) > 1:
+        return False
+    shared = 63 << 10 if _capability() < (8, 0) else _MOST_SHARED
+    if k == 1 and window.taps * 16 <= shared:
+        return True
+    if _capability() < (8, 0) or jnp.dtype(x_dtype).itemsize != 2 or k * groups % 8 or n % 8:
+        return False
+    return 2 * math.prod(x_shape) < 2**32 and window.taps * _input_blocks(k, n, groups) <= _MOST_STEPS
 
 
-def use_direct_conv(pixels: int, n: int, groups: int, window) -> bool:
+def _input_blocks(k: int, n: int, groups: int) -> int:
+    """How many blocks of 32 inputs the groups of 32 outputs reach into, at most: as in ``direct_conv.cu``."""
+    outputs = n // groups
+    return max(
+        -(-((min(first + 32, n) - 1) // outputs + 1) * k // 32) - first // outputs * k // 32
+        for first in range(0, n, 32)
+    )
+
+
+def use_direct_conv(pixels: int, k: int, n: int, groups: int, window) -> bool:
     """Whether that kernel is at least as fast as dequantized weights and XLA's convolution, as far as was measured."""
-    pairs = n == groups and n % 2 == 0
-    if (
-        not pairs
-        or len(window.size) > 2
-        or max(window.strides, default=1) > 2
-        or max(window.rhs_dilation, default=1) > 1
-    ):
+    if len(window.size) > 2 or max(window.strides, default=1) > 2 or max(window.rhs_dilation, default=1) > 1:
+        return False
+    if k > 1:
+        most = _FEW_PRODUCTS_STRIDED if 2 in window.strides else _FEW_PRODUCTS
+        return n == k * groups and window.taps <= 9 and pixels * n * k**3 <= most
+    if n != groups or n % 2:
         return False
     return window.taps > 9 or 2 in window.strides or pixels * n <= _FEW_OUTPUTS
 
 
-def conv_estimate(pixels: int, k: int, n: int, taps: int, bits: int) -> tuple[float, float]:
-    """Microseconds of a convolution: by the kernel, and dequantized."""
+def conv_estimate(pixels: int, k: int, n: int, taps: int, bits: int, phases: int = 1) -> tuple[float, float]:
+    """Microseconds of a convolution, by the kernel and dequantized; ``phases``: the product of the lhs_dilation."""
     weights = taps * k * n
-    # The weights are dequantized, and turned as cuDNN wants them.
-    dense = weights * (bits / 8 + 7) / _MEMORY + 6 + max(6.0, 2.0 * weights * pixels / _CONV)
-    return _tiles(pixels, n, taps * -(-k // 64), 1, _CONV_TILES), dense
+    # The weights are dequantized, and turned as cuDNN wants them. It multiplies what lies between the pixels, too.
+    dense = weights * (bits / 8 + 7) / _MEMORY + 8 + max(6.0, 2.0 * weights * pixels / _CONV)
+    return _tiles(pixels // phases, n, -(-taps // phases) * -(-k // 64), phases, _CONV_TILES), dense
 
 
 def transposed_kernel(m, n: int, x_dtype) -> str:

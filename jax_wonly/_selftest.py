@@ -229,10 +229,11 @@ _CONVOLUTIONS = (
     (8, "offsets", "float16", None, 72, 1, 130, (2, 1), "relu6"),
     (4, "integer_zeros", "bfloat16", 32, 64, 1, 256, (1, 2), "silu"),
 )
-_DEPTHWISE_CONVOLUTIONS = (
+_GROUPED_CONVOLUTIONS = (
     (4, "symmetric", "bfloat16", None, 1, 136, 136, (1, 1), "silu"),
     (8, "offsets", "float32", None, 1, 33, 66, (1, 2), None),
-    (4, "integer_zeros", "float16", None, 1, 96, 96, (2, 2), "relu6"),
+    (4, "integer_zeros", "float16", None, 4, 24, 96, (2, 2), "relu6"),
+    (8, "float_zeros", "bfloat16", 32, 64, 3, 96, (1, 1), None),
 )
 
 
@@ -463,7 +464,7 @@ CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
     _abi.MATMUL: _matmul,
     _abi.MATMUL_TRANSPOSED: _matmul_transposed,
     _abi.CONV: lambda rng, platform: _conv(rng, platform, _CONVOLUTIONS),
-    _abi.DIRECT_CONV: lambda rng, platform: _conv(rng, platform, _DEPTHWISE_CONVOLUTIONS),
+    _abi.DIRECT_CONV: lambda rng, platform: _conv(rng, platform, _GROUPED_CONVOLUTIONS),
     _abi.RAGGED_MATMUL: lambda rng, platform: _ragged(rng, platform, False),
     _abi.RAGGED_MATMUL_TRANSPOSED: lambda rng, platform: _ragged(rng, platform, True),
     _abi.QUANTIZE: _quantize,

@@ -100,18 +100,19 @@ def test_quantized(warpgroups):
     assert not use(256, 4096, 1024)
 
 
-def test_depthwise_convolutions(monkeypatch):
-    """On any GPU, no further than memory reaches; and taken where it was measured to be no slower."""
+def test_convolutions_in_groups(monkeypatch):
+    """Depthwise on any GPU, others where tensor cores take 16 bits; and taken where measured to be no slower."""
 
-    def of(groups, k=1, each=1, size=(3, 3), strides=None, dilation=1, pixels=16, images=2):
+    def of(groups, k=1, each=1, size=(3, 3), strides=None, dilation=1, pixels=16, images=2, x=jnp.bfloat16):
         ones, sizes = (1,) * len(size), (pixels,) * len(size)
         window = Window(size, strides or ones, ((1, 1),) * len(size), ones, (dilation,) * len(size))
         results = window.results(sizes)
-        kernel = _cuda_dispatch.direct_conv_kernel((images, *sizes, groups * k), k, groups, results, window)
+        n, shape = groups * each, (images, *sizes, groups * k)
+        kernel = _cuda_dispatch.direct_conv_kernel(shape, x, k, n, groups, results, window)
         outputs = images * math.prod(results)
-        return kernel, kernel and _cuda_dispatch.use_direct_conv(outputs, groups * each, groups, window)
+        return kernel, kernel and _cuda_dispatch.use_direct_conv(outputs, k, n, groups, window)
 
-    for capability in ("7.5", "9.0", "12.0"):
+    for capability in ("7.5", "8.0", "9.0", "12.0"):
         monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda capability=capability: (capability, 108))
         assert (
             of(32)
@@ -119,10 +120,34 @@ def test_depthwise_convolutions(monkeypatch):
             == of(8, size=(31, 31))
             == of(8, size=(4,))
             == of(96, pixels=60, strides=(2, 2))
+            == of(32, x=jnp.float32)
             == (True, True)
         )
         for case in ({"size": (3, 3, 3)}, {"each": 2}, {"dilation": 2}, {"strides": (3, 1)}, {"pixels": 400}):
             assert of(8, **case) == (True, False)
         assert of(33) == (True, False) and of(96, pixels=100, size=(5, 5)) == (True, True)
-        for case in ({"k": 4}, {"size": (1, 3, 3, 3)}, {"images": 2**23}, {"size": (101, 101), "pixels": 200}):
+        for case in ({"size": (1, 3, 3, 3)}, {"images": 2**23}, {"size": (101, 101), "pixels": 200}):
             assert of(32, **case) == (False, False)
+        mma = capability != "7.5"
+        assert of(32, 4, 4) == of(3, 24, 24) == of(2, 64, 64, pixels=4) == of(32, 8, 8, strides=(2, 2)) == (mma, mma)
+        for case in ({"each": 8}, {"dilation": 2}, {"size": (2, 3, 3)}, {"size": (4, 4)}, {"images": 4000}):
+            assert of(32, **{"k": 4, "each": 4} | case) == (mma, False)
+        for case in ({"x": jnp.float32}, {"size": (7, 7)}, {"images": 2**17}):
+            assert of(32, **{"k": 4, "each": 4} | case) == (False, False)
+        assert of(3, 4, 8) == of(3, 8, 3) == (False, False)
+    blocks = [_cuda_dispatch._input_blocks(*shape) for shape in ((24, 72, 3), (4, 128, 32), (64, 128, 2))]
+    assert blocks == [3, 1, 2]
+
+
+def test_transposed_convolutions(warpgroups):
+    """Where all phases have pixels and taps; next to a convolution that multiplies the zeros between pixels, too."""
+
+    def kernel(taps, spread, pads, size=8, stride=1, dilation=1):
+        window = Window((taps, 3), (stride, 1), (pads, (1, 1)), (spread, 1), (dilation, 1))
+        return _cuda_dispatch.conv_kernel(jnp.bfloat16, 64, (size, 9), window.results((size, 9)), window)
+
+    assert kernel(3, 2, (1, 2)) == kernel(4, 2, (2, 2)) == kernel(5, 3, (3, 3)) == kernel(3, 3, (2, 2)) == warpgroups
+    assert not kernel(3, 2, (1, 1)) and not kernel(2, 3, (1, 1)) and not kernel(4, 2, (3, 3), stride=2)
+    assert not kernel(3, 2, (3, 2), dilation=2) and not kernel(3, 2, (301, 300))
+    window = Window((3, 3), (1, 1), ((1, 2), (1, 2)), (2, 2), (1, 1))
+    assert _cuda_dispatch.use_conv(4096, 512, 512, window, 4)

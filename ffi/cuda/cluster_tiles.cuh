@@ -93,10 +93,9 @@ struct Strips {
   }
 
   __device__ int bytes(int stage) const { return min(kTiles, k_tiles - stage * kTiles) * kTileBytes; }  // of a strip
-  // Those of a tap, of which the weights have one after the other.
-  __device__ void copy(uint8_t* to, int tap, int stage, uint64_t* barrier) const {
+  __device__ void copy(uint8_t* to, int stage, uint64_t* barrier) const {
     for (int i = 0; i < count; ++i) {
-      const int64_t tile = (tap * n_tiles + i) * k_tiles + stage * kTiles;
+      const int64_t tile = static_cast<int64_t>(i) * k_tiles + stage * kTiles;
       ptx::bulk_copy(to + i * kTiles * kTileBytes, words + tile * kTileWords, bytes(stage), barrier);
     }
   }

@@ -14,6 +14,21 @@ struct ConvArgs {
 
 namespace conv {
 
+// A phase of a transposed convolution as one with a spread that says how far its taps, and the pixels of its result,
+// lie apart; others are one phase.
+inline ConvGeometry phase_geometry(ConvGeometry geometry) {
+  for (ConvAxis* axis : {&geometry.height, &geometry.width}) {
+    axis->result /= axis->spread;
+    axis->low = (axis->low - ((axis->low % axis->spread) + axis->spread) % axis->spread) / axis->spread;
+  }
+  return geometry;
+}
+inline int64_t phases(const ConvGeometry& g) { return int64_t{g.height.spread} * g.width.spread; }
+// Taps of the phase that has the fewest.
+inline int least_taps(const ConvGeometry& g) {
+  return g.height.window / g.height.spread * (g.width.window / g.width.spread);
+}
+
 // 16-bit x whose pixels and windows the tensor copy engine can fetch, on an architecture with it.
 bool supports(const ConvArgs& args);
 

@@ -44,12 +44,16 @@ def header() -> str:
                 f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
                 for name in ("weights", "inputs", "bits")
             ),
-            f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n",
+            "// From so many tokens on where matmul_warpgroup is there too: four bits and groups of 128 inputs, or\n"
+            "// others.\n"
+            f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n"
+            f"inline constexpr int64_t kTiledTokensOfSmallGroups = {newer['tiled']['tokens_of_small_groups']};\n",
             array("warpgroup::Cost", "kWarpgroup", warpgroup["shapes"]),
             array("warpgroup::ClusterCost", "kClusters", warpgroup["clusters"]),
             f"inline constexpr float kWarpgroupBytes = {number(warpgroup['memory'])};\n",
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),
             in_tiles("tiled::Cost", "kTable", newer["table"]),
+            in_tiles("tiled::Cost", "kConv", newer["conv"]),
             in_tiles("mma::Cost", "kMma", older["mma"]),
             "\n}  // namespace wonly::costs\n",
         ]

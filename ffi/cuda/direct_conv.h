@@ -1,4 +1,5 @@
-// Convolution in groups of features, with packed weights. See depthwise_conv.cuh, the kernel for groups of one input.
+// Convolution in groups of features, with packed weights: depthwise by multiply-adds (depthwise_conv.cuh), others on
+// tensor cores (grouped_conv.cuh).
 #pragma once
 
 #include "cuda/matmul.h"
@@ -39,6 +40,24 @@ cudaError_t launch_f16(const DirectConvArgs& args, const Config& config, int mul
 cudaError_t launch_f32(const DirectConvArgs& args, const Config& config, int multiprocessors, cudaStream_t stream);
 
 }  // namespace depthwise
+
+namespace grouped {
+
+constexpr int kBlock = 32;        // outputs of a CTA; inputs that a lane group loads at once
+constexpr int kStepBytes = 2048;  // of the weights of a step
+constexpr int kMostSteps = 48;    // a tap and a block of inputs each
+
+// Blocks of inputs that the groups of a CTA's outputs reach into, at most.
+int input_blocks(const DirectConvArgs& args);
+bool supports(const DirectConvArgs& args, int architecture, int shared_bytes);
+// Runs of 8 pixels that a warp takes at once: 1 or kManyRuns.
+constexpr int kManyRuns = 4;
+int choose(const DirectConvArgs& args, int multiprocessors);
+cudaError_t launch(const DirectConvArgs& args, int runs, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_bf16(const DirectConvArgs& args, int runs, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_f16(const DirectConvArgs& args, int runs, int multiprocessors, cudaStream_t stream);
+
+}  // namespace grouped
 
 // Enqueues the convolution on `stream`; cudaErrorNotSupported where there is no kernel for it.
 cudaError_t launch_direct_conv(const DirectConvArgs& args, cudaStream_t stream);

@@ -137,7 +137,10 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     warpgroup::Config warpgroups{};
     const bool exact = warpgroup::supports(args);
     const float us = exact ? choose(args, device, &warpgroups) : stream_us(args);
-    if (args.m >= (exact ? costs::kTiledTokens : kStreamPass + 1) && tiled::supports(args)) {
+    const int64_t log2 = log2_group_blocks(args);
+    const bool large_groups = args.bits == 4 && log2 != 0 && log2 != 1;
+    const int64_t least = large_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
+    if (args.m >= (exact ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
       const tiled::Costs& of_tiles = args.shift_mode == ShiftMode::kTable ? costs::kTable : costs::kTiled;

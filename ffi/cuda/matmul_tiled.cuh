@@ -18,18 +18,16 @@ struct WaveParams {
   float4* partial;                // [rest, splits - 1, kCluster, kWarpgroups, tokens / 8, 128]
 };
 
-// `kPlaced_`: as RowsOf has it.
-template <bool kPlaced_>
-struct WavesOf : RowsOf<true> {
+struct Waves : RowsOf<true> {
   using Params = WaveParams;
-  static constexpr bool kFloat32Scales = false, kTables = true, kPlaced = kPlaced_;
+  static constexpr bool kFloat32Scales = false, kTables = true;
   static constexpr int kMostSharedBytes = 0;
 
   const Params& params;
   const MatmulArgs& args;
   int cta_count, rank, cluster, clusters;
 
-  __device__ WavesOf(const Params& params, const MatmulArgs& args, uint8_t*, int ctas = kCluster)
+  __device__ Waves(const Params& params, const MatmulArgs& args, uint8_t*, int ctas = kCluster)
       : params(params),
         args(args),
         cta_count(ctas),
@@ -80,9 +78,7 @@ struct WavesOf : RowsOf<true> {
       return false;
     }
     // By all threads: were it one of them, the compiler would keep fewer values in uniform registers from here on.
-    if (kPlaced || me.thread() == 0) {
-      while (ptx::load_acquire(arrived) != static_cast<uint32_t>(params.splits - 1)) {
-      }
+    while (ptx::load_acquire(arrived) != static_cast<uint32_t>(params.splits - 1)) {
     }
     me.sync();
     for (int split = params.splits - 2; split >= 0; --split) {
@@ -100,11 +96,6 @@ struct WavesOf : RowsOf<true> {
   }
 
   __device__ int64_t row(const Tile& tile, int i) const { return tile.first + i; }
-};
-
-// For sources of other rows.
-struct Waves : WavesOf<false> {
-  using WavesOf<false>::WavesOf;
 };
 
 // Deals the tiles of a product out, of `stages` stages each, and launches them; `own` is what else the source takes.
@@ -149,7 +140,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   if (config.ctas != kCluster) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
   if (cudaError_t error = describe_activations(args, kBoxRows, &map); error != cudaSuccess) return error;
-  return launch_waves<WavesOf<true>, X>(args, config, static_cast<int>(ceil_div(args.k, kStageK)), {}, map, stream);
+  return launch_waves<Waves, X>(args, config, static_cast<int>(ceil_div(args.k, kStageK)), {}, map, stream);
 }
 
 }  // namespace wonly::tiled

@@ -54,9 +54,9 @@ struct Shape {
   static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
   static_assert(kWarpgroups == 2 || !kSums);
 
-  // Four warpgroups fill a multiprocessor. Of two, two CTAs share it, so that one streams while the other starts or
-  // ends; from 64 tokens on the accumulators leave no room for that.
-  static constexpr int kCtas = kWarpgroups == 4 || kTokens > 32 ? 1 : 2;
+  // Four warpgroups fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the other starts
+  // or ends; from 64 tokens on the accumulators of two leave no room for that.
+  static constexpr int kCtas = kWarpgroups == 4 || (kWarpgroups == 2 && kTokens > 32) ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kWarpgroups == 4 ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
@@ -590,6 +590,14 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     if constexpr (!kSums) {
       if (config.tokens == 32) return launch_shape<Shape<X, kBits, 32, 4, kFlushes, kSums>>(params, config, stream);
       if (config.tokens == 64) return launch_shape<Shape<X, kBits, 64, 4, kFlushes, kSums>>(params, config, stream);
+    }
+    return cudaErrorInvalidConfiguration;
+  }
+  if (config.warpgroups == 1) {
+    if constexpr (kFlushes == 1 && !kSums) {
+      if (config.tokens == 16) return launch_shape<Shape<X, kBits, 16, 1, kFlushes, kSums>>(params, config, stream);
+      if (config.tokens == 32) return launch_shape<Shape<X, kBits, 32, 1, kFlushes, kSums>>(params, config, stream);
+      if (config.tokens == 64) return launch_shape<Shape<X, kBits, 64, 1, kFlushes, kSums>>(params, config, stream);
     }
     return cudaErrorInvalidConfiguration;
   }

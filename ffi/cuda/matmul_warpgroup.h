@@ -7,7 +7,8 @@ namespace wonly::warpgroup {
 
 struct Config {
   int tokens;      // of a CTA: 16, 32, 64 or 128; 48 or 96 with groups of 128 and more and without sums of activations
-  int warpgroups;  // of 64 outputs each: 2, or, without float zeros and offsets, 4 with 32 and 64 tokens
+  int warpgroups;  // of 64 outputs each: 2, or, without float zeros and offsets, 4 with 32 and 64 tokens, or, under the
+                   // conditions of 48 and 96 tokens, 1 with 16, 32 and 64
   int cluster;     // CTAs along the inputs, 1 .. 8
   int multiprocessors;
 };

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
           ptx::tensor_copy_3d_multicast(ring.stage() + rank * (S::kXBytes / kCluster), &x_map, stage * kStageK,
                                         tile.m0 + rank * (kTokens / kCluster), x_batch, ring.filled(),
                                         (1 << kCluster) - 1);
-          strips.copy(ring.stage() + S::kXBytes, 0, stage, ring.filled());
+          strips.copy(ring.stage() + S::kXBytes, stage, ring.filled());
         }
       }
     } else if constexpr (!S::kRows) {

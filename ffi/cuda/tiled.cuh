@@ -63,11 +63,9 @@ struct Tile {
 // whether tiles of up to 160 and 224 rows are computed as such.
 template <bool kBetween_>
 struct RowsOf {
+  using Tile = tiled::Tile;  // or what has more for the source's own use
   static constexpr bool kBetween = kBetween_;
-  // Whether the warp that copies tells those that multiply which tile is theirs, in a note beside its first stage, and
-  // the places of a tile's rows are known before the first is stored: less between tiles, and what finding a tile takes
-  // is in no register while tiles are multiplied.
-  static constexpr bool kPlaced = false;
+  static constexpr bool kSkipsTaps = false;  // whether a tile may have some of the taps alone
 
   // A stage of a tile: which tap of the weights, and which 64 inputs of it.
   struct Walk {
@@ -84,13 +82,24 @@ struct RowsOf {
   }
   // The walk of the CTA `rank` over a tile, from its first stage on.
   __device__ static Walk walk(const Tile& tile, int) { return {0, tile.first_stage}; }
-  // Copies the inputs of a stage: this CTA's share of the rows, which are whole boxes, to all of the cluster.
-  __device__ static void copy(uint8_t* to, const CUtensorMap* map, const Tile& tile, const Walk& walk, int x_batch,
-                              int rank, uint64_t* barrier) {
-    const int all = columns(tile), share = (all / kCluster + kBoxRows - 1) / kBoxRows * kBoxRows;
-    for (int row = rank * share; row < (rank == 0 ? share : all); row += kBoxRows) {
-      ptx::tensor_copy_3d_multicast(to + row * kStageK * 2, map, walk.stage * kStageK, tile.first + row, x_batch,
-                                    barrier, (1 << kCluster) - 1);
+  // This CTA's share of the rows of a tile, which are whole boxes: what is the same for all stages.
+  struct Copies {
+    int begin, boxes, first;
+  };
+  __device__ static Copies copies(const Tile& tile, int columns, int rank) {
+    const int share = (columns / kCluster + kBoxRows - 1) / kBoxRows * kBoxRows, begin = rank * share;
+    return {begin, (rank == 0 ? share : columns - share) / kBoxRows, tile.first + begin};
+  }
+  // Copies its inputs of a stage to all CTAs of the cluster.
+  __device__ static void copy(uint8_t* stage, const CUtensorMap* map, const Copies& copies, const Walk& walk,
+                              int x_batch, uint64_t* barrier) {
+    uint8_t* const to = stage + copies.begin * kStageK * 2;
+#pragma unroll
+    for (int box = 0; box < kTileRows / kCluster / kBoxRows; ++box) {
+      if (box < copies.boxes) {
+        ptx::tensor_copy_3d_multicast(to + box * kBoxRows * kStageK * 2, map, walk.stage * kStageK,
+                                      copies.first + box * kBoxRows, x_batch, barrier, (1 << kCluster) - 1);
+      }
     }
   }
 };
@@ -128,47 +137,40 @@ struct Params {
 // multiplied as fast as one thread asks for its copies; for the same reason addresses are at hand before a stage is
 // empty.
 template <typename S>
-__device__ __forceinline__ void copy_placed(const Params<typename S::Source>& params, const typename S::Source& source,
+__device__ __forceinline__ void copy_stages(const Params<typename S::Source>& params, const typename S::Source& source,
                                             const CUtensorMap& x_map, tiles::Ring<S::kStages, S::kStageBytes>& ring,
                                             int64_t count, int rank, bool activations) {
   const MatmulArgs& args = params.args;
   for (int64_t index = 0; index < count; ++index) {
-    const Tile tile = source.tile(index);
+    const typename S::Source::Tile tile = source.tile(index);
     ring.wait_empty();
-    if (activations && ptx::elect_one()) *ring.template note<Tile>() = tile;
+    if (activations && ptx::elect_one()) *ring.template note<typename S::Source::Tile>() = tile;
     if (tile.weights < 0) {  // an empty stage
       if (activations && ptx::elect_one()) ptx::barrier_arrive(ring.filled());
       ring.advance();
       continue;
     }
     const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.weights, tile.n0);
+    auto walk = source.walk(tile, rank);
     if (activations) {
       const int columns = source.columns(tile), x_bytes = columns * kStageK * 2;
       const int x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
-      const int share = (columns / kCluster + kBoxRows - 1) / kBoxRows * kBoxRows;
-      const int begin = rank * share, boxes = (rank == 0 ? share : columns - share) / kBoxRows;
-      const int first = tile.first + begin;
-      for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, ring.advance()) {
+      const auto copies = source.copies(tile, columns, rank);
+      for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
         ring.wait_empty();
         if (!ptx::elect_one()) continue;
-        ptx::barrier_expect(ring.filled(), x_bytes + strips.count * strips.bytes(stage));
-        uint8_t* const to = ring.stage() + begin * kStageK * 2;
-#pragma unroll
-        for (int box = 0; box < kTileRows / kCluster / kBoxRows; ++box) {
-          if (box < boxes) {
-            ptx::tensor_copy_3d_multicast(to + box * kBoxRows * kStageK * 2, &x_map, stage * kStageK,
-                                          first + box * kBoxRows, x_batch, ring.filled(), (1 << kCluster) - 1);
-          }
-        }
+        ptx::barrier_expect(ring.filled(), x_bytes + strips.count * strips.bytes(walk.stage));
+        source.copy(ring.stage(), &x_map, copies, walk, x_batch, ring.filled());
       }
     } else {
       const int64_t strip_words = static_cast<int64_t>(strips.k_tiles) * kTileWords;
-      const uint32_t* from = strips.words + tile.first_stage * (S::kTiles * kTileWords);
+      const int64_t tap_words = strips.n_tiles * strip_words;
+      const uint32_t* from = strips.words + walk.tap * tap_words + walk.stage * (S::kTiles * kTileWords);
       for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, ring.advance()) {
         ring.wait_empty();
         if (ptx::elect_one()) {
           uint8_t* const to = ring.stage() + S::kXBytes;
-          const int bytes = strips.bytes(stage);
+          const int bytes = strips.bytes(walk.stage);
 #pragma unroll
           for (int i = 0; i < kWarpgroups; ++i) {
             if (i < strips.count)
@@ -176,6 +178,9 @@ __device__ __forceinline__ void copy_placed(const Params<typename S::Source>& pa
           }
         }
         from += S::kTiles * kTileWords;
+        const int tap = walk.tap;
+        walk.next();
+        if (walk.tap != tap) from = strips.words + walk.tap * tap_words;
       }
     }
   }
@@ -201,23 +206,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warp >= kWarpgroups * 4) {
     ptx::lower_registers<tiles::kProducerRegisters>();
-    if (Source::kPlaced && (warp == kWarpgroups * 4 || warp == kWarpgroups * 4 + kAffineWarps + 1)) {
-      copy_placed<S>(params, source, x_map, ring, count, rank, warp == kWarpgroups * 4);
-    } else if (warp == kWarpgroups * 4) {
-      for (int64_t index = 0; index < count; ++index) {
-        const Tile tile = source.tile(index);
-        if (tile.weights < 0) continue;
-        const int x_bytes = source.columns(tile) * kStageK * 2, x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
-        const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.weights, tile.n0);
-        auto walk = source.walk(tile, rank);
-        for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
-          ring.wait_empty();
-          if (!ptx::elect_one()) continue;
-          ptx::barrier_expect(ring.filled(), x_bytes + strips.count * strips.bytes(walk.stage));
-          source.copy(ring.stage(), &x_map, tile, walk, x_batch, rank, ring.filled());
-          strips.copy(ring.stage() + S::kXBytes, walk.tap, walk.stage, ring.filled());
-        }
-      }
+    if (warp == kWarpgroups * 4 || warp == kWarpgroups * 4 + kAffineWarps + 1) {
+      copy_stages<S>(params, source, x_map, ring, count, rank, warp == kWarpgroups * 4);
     } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
       const int first = (warp - kWarpgroups * 4 - 1) * 64 + lane;
       const int sets = params.log2_group_blocks == 0 ? 2 : 1, groups = static_cast<int>(args.groups);
@@ -228,16 +218,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         using Shift = decltype(shift_of);
         constexpr bool kShift = !std::is_same_v<Shift, NoShift>;
         for (int64_t index = 0; index < count; ++index) {
-          const Tile tile = source.tile(index);
+          const typename Source::Tile tile = source.tile(index);
           if (tile.weights < 0) {
-            if constexpr (Source::kPlaced) {
-              ring.wait_empty();
-              ring.fill(lane);
-              ring.advance();
-            }
+            ring.wait_empty();
+            ring.fill(lane);
+            ring.advance();
             continue;
           }
-          auto walk = source.walk(tile, rank);
+          auto walk = source.walk(tile, rank), ahead = walk;
           const auto group_of_tap = [&] {
             return params.log2_group_blocks < 0 ? 0 : 2 * walk.stage >> params.log2_group_blocks;
           };
@@ -267,12 +255,16 @@ __global__ void __launch_bounds__(kThreads, 1)
                 if constexpr (kShift) shift[set][i] = shifts[i][from];
               }
             }
-            next += fetched;
+            int step = fetched;  // to the next groups
             of_tap = of_tap + fetched == groups ? 0 : of_tap + fetched;
+            if constexpr (Source::kSkipsTaps) {
+              if (of_tap == 0) step += (ahead.next_tap() - 1) * groups;
+            }
+            next += step;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              scales[i] += fetched * args.n;
-              if constexpr (kShift) shifts[i] += fetched * args.n;
+              scales[i] += step * args.n;
+              if constexpr (kShift) shifts[i] += step * args.n;
             }
           };
           fetch();
@@ -323,7 +315,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool plain = args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
     const bool small_groups = params.log2_group_blocks == 0;  // two of them in a stage
 
-    const auto run = [&](const Tile& tile, auto columns) {
+    const auto run = [&](const typename Source::Tile& tile, auto columns) {
       constexpr int kColumns = columns.value;
       const int64_t n0 = tile.n0 + me.warpgroup * kTileN;
       float acc[kColumns / 2] = {};
@@ -410,19 +402,13 @@ __global__ void __launch_bounds__(kThreads, 1)
           return pack_pair(from_float<X>(fmaf(acc[i], 1.f / C::kUnit, bias[i % 4 / 2])),
                            from_float<X>(fmaf(acc[i + 1], 1.f / C::kUnit, bias[i % 4 / 2])));
         };
-        if constexpr (Source::kPlaced) {
-          int places[kColumns / 16];  // all on their way at once, where they are loads
+        int places[kColumns / 16];  // all on their way at once, where they are loads
 #pragma unroll
-          for (int i = 0; i < kColumns / 16; ++i) {
-            places[i] = static_cast<int>(source.row(tile, min(16 * i + me.stored_row(), tile.rows - 1)));
-          }
-          uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
-          me.store_placed<kColumns, kPlacedRows>(args, y, n0, tile.rows, staged, pack,
-                                                 [&](int i) { return places[i]; });
-        } else {
-          const auto row_of = [&](int i) { return tile.weights * args.m + source.row(tile, i); };
-          me.store_packed<kColumns>(args, n0, tile.rows, staged, pack, row_of);
+        for (int i = 0; i < kColumns / 16; ++i) {
+          places[i] = static_cast<int>(source.row(tile, min(16 * i + me.stored_row(), tile.rows - 1)));
         }
+        uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
+        me.store_placed<kColumns, kPlacedRows>(args, y, n0, tile.rows, staged, pack, [&](int i) { return places[i]; });
         return;
       }
       const auto sums = [&](int i) { return make_float2(acc[i] * (1.f / C::kUnit), acc[i + 1] * (1.f / C::kUnit)); };
@@ -433,21 +419,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
 
     for (int64_t index = 0; index < count; ++index) {
-      const Tile tile = [&] {
-        if constexpr (!Source::kPlaced) return source.tile(index);
-        ring.wait_full();
-        return *ring.template note<Tile>();
-      }();
+      // The warp that copies tells which tile is this one's, in a note beside its first stage: what finding a tile
+      // takes is in no register while tiles are multiplied.
+      ring.wait_full();
+      const typename Source::Tile tile = *ring.template note<typename Source::Tile>();
       if (tile.weights < 0) {
         const int outputs = static_cast<int>(max(min(int64_t{kOutputs}, args.n - tile.n0), int64_t{0}));
         for (int i = 0; i < tile.rows; ++i) {
           const int64_t to = source.row(tile, i) * args.n + tile.n0;
           if (static_cast<int>(threadIdx.x) < outputs) store_element(args.y, to + threadIdx.x, 0.f, args.y_dtype);
         }
-        if constexpr (Source::kPlaced) {
-          ring.release(ring.at.slot, lane, ctas);
-          ring.advance();
-        }
+        ring.release(ring.at.slot, lane, ctas);
+        ring.advance();
         continue;
       }
       const int columns = source.columns(tile);

@@ -175,11 +175,12 @@ def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None
 
     shape, window = _result_shape(x, scales, p), p.window
     kernel, wanted = None, False
-    if all(isinstance(size, int) for size in (*x.shape, *shape)) and set(window.lhs_dilation) <= {1}:
+    if all(isinstance(size, int) for size in (*x.shape, *shape)):
         pixels, n = math.prod(shape[:-1]), shape[-1]
         if p.feature_groups > 1:
-            if _cuda_dispatch.direct_conv_kernel(x.shape, p.k, p.feature_groups, shape[1:-1], window):
-                kernel, wanted = _direct, _cuda_dispatch.use_direct_conv(pixels, n, p.feature_groups, window)
+            if _cuda_dispatch.direct_conv_kernel(x.shape, x.dtype, p.k, n, p.feature_groups, shape[1:-1], window):
+                kernel = _direct
+                wanted = _cuda_dispatch.use_direct_conv(pixels, p.k, n, p.feature_groups, window)
         elif (
             len(window.size) in (1, 2)
             and p.table is None
@@ -187,15 +188,17 @@ def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None
             and (not shift or shift[0].dtype in (jnp.uint8, x.dtype))
             and _cuda_dispatch.conv_kernel(x.dtype, p.k, x.shape[1:-1], shape[1:-1], window)
         ):
-            kernel, wanted = _implicit, _cuda_dispatch.use_conv(pixels, p.k, n, window.taps, p.bits)
+            kernel, wanted = _implicit, _cuda_dispatch.use_conv(pixels, p.k, n, window, p.bits)
     if p.implementation != "cuda":
         return kernel if wanted else None
     if kernel is None:
         raise ValueError(
             "jax_wonly: implementation='cuda' has no kernel for this convolution; accepted: 16-bit x with one or two "
             "spatial axes and K a multiple of 8, no table, zeros and offsets of the type of x, strides up to 8, "
-            "windows and paddings of less than 128 pixels, on sm_90; or groups of one input each, up to three spatial "
-            "axes; no lhs_dilation; or None."
+            "windows and paddings of less than 128 pixels, and lhs_dilation alone where it divides the result and is "
+            "no more than the window, on sm_90; in groups of features, up to three spatial axes, one input each, or "
+            "16-bit x, inputs and outputs multiples of 8, and windows of few taps, on sm_80 or newer, and no "
+            "lhs_dilation; or None."
         )
     return kernel
 
@@ -207,7 +210,9 @@ def _call(target: str, axes: int, scratch: int, x, qw, parameters, bias, p: Para
     missing = axes - len(window.size)
     shape = _result_shape(x, parameters[0], p)
     low = tuple(low for low, _ in window.padding)
-    properties = ((window.size, 1), (window.strides, 1), (low, 0), (window.rhs_dilation, 1))
+    properties = [(window.size, 1), (window.strides, 1), (low, 0), (window.rhs_dilation, 1)]
+    if max(window.lhs_dilation, default=1) > 1:
+        properties.append((window.lhs_dilation, 1))
     numbers = [value for values, default in properties for value in (default,) * missing + values]
 
     def wide(shape):
@@ -244,7 +249,7 @@ def _implicit(x, qw, scales, *rest, p: Params) -> jax.Array:
 
 
 def _direct(x, qw, scales, *rest, p: Params) -> jax.Array:
-    """The kernel for groups of one input."""
+    """The kernels for groups of features."""
     shift, bias = split_rest(rest, p.shift_mode)
     shift_mode, shift = as_operand(p.table, p.shift_mode, shift)
     attributes = {"shift_mode": np.int64(shift_mode), "groups": np.int64(p.feature_groups)}

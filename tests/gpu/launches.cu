@@ -224,11 +224,13 @@ void convolutions() {
       for (const int images : {1, 9}) {
         for (const auto& [k, n, group] : {std::array<int64_t, 3>{64, 136, 64}, {40, 300, 0}, {512, 70, 128}}) {
           Case c;
-          const int stride = 1 + seen % 2, size = 9, result = (size - 1) / stride + 1;
+          const int spread = 1 + seen / 2 % 2, stride = spread > 1 ? 1 : 1 + seen % 2, size = 9;
+          const int result = spread > 1 ? spread * size : (size - 1) / stride + 1;
           ConvArgs args{};
           args.product = product(c, 1, images * size * size, k, n, group, bits, type, seen % 4, false, 9);
           args.product.m = images * result * result;
-          args.geometry = {images, {size, result, 3, stride, 1, 1}, {size, result, 3, stride, 1, 1}};
+          const ConvAxis axis{size, result, 3, stride, 1, 1, spread};
+          args.geometry = {images, axis, axis};
           c.run("convolution", args.product.y, args.product.m * n * 2, [&] { return launch_conv(args, nullptr); });
         }
       }
@@ -236,21 +238,29 @@ void convolutions() {
   }
 }
 
-void depthwise_convolutions() {
+void convolutions_in_groups() {
   for (const DType type : kTypes) {
     for (const int bits : {4, 8}) {
       for (const int images : {1, 40}) {
-        for (const auto& [inputs, n] : {std::array<int, 2>{96, 96}, {33, 66}, {70, 70}}) {
+        for (const auto& [k, groups, n] : {std::array<int, 3>{1, 96, 96},
+                                           {1, 33, 66},
+                                           {1, 70, 70},
+                                           {4, 32, 128},
+                                           {24, 3, 72},
+                                           {3, 8, 40},
+                                           {64, 2, 64}}) {
+          if (type == DType::kF32 && k > 1) continue;
           Case c;
-          const int window = 3 + seen % 5, stride = 1 + seen % 3, size = 13, result = (size - 1) / stride + 1;
-          const int taps = 2 * window * window;
+          const int window = k > 1 ? 3 : 3 + seen % 5, deep = k > 1 ? 1 : 2, stride = 1 + seen % 3, size = 13,
+                    result = (size - 1) / stride + 1;
+          const int taps = deep * window * window;
           DirectConvArgs args{};
-          args.product = product(c, 1, images * size * size * inputs, 1, n, 0, bits, type,
+          args.product = product(c, 1, images * size * size * groups, k, n, 0, bits, type,
                                  bits == 4 ? seen % 5 : seen % 4, false, taps);
           args.product.m = images * result * result;
           const ConvAxis axis{size, result, window, stride, window / 2, 1};
-          args.geometry = {images, inputs, {1, 1, 2, 1, 0, 1}, axis, axis};
-          c.run("depthwise convolution", args.product.y, args.product.m * n * element_size(type),
+          args.geometry = {images, groups, {1, 1, deep, 1, 0, 1}, axis, axis};
+          c.run("convolution in groups", args.product.y, args.product.m * n * element_size(type),
                 [&] { return launch_direct_conv(args, nullptr); });
         }
       }
@@ -343,7 +353,7 @@ int main(int argc, char** argv) {
   transposed_products();
   ragged_products();
   convolutions();
-  depthwise_convolutions();
+  convolutions_in_groups();
   quantized_products();
   products_with_tables();
   conversions();

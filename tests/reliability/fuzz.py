@@ -177,7 +177,7 @@ def check_gathered(leads, n, seed, **options) -> None:
     check_gather_matmul(np.random.default_rng(seed), x_lead=leads[0], ids_lead=leads[1], n=n, **options)
 
 
-def check_convolution(axes, explicit, padding, k_group, seed, **options) -> None:
+def check_convolution(axes, explicit, padding, spread, k_group, seed, **options) -> None:
     sizes, window, strides, dilation, *pads = zip(*axes, strict=True)
     check_conv(
         np.random.default_rng(seed),
@@ -186,6 +186,7 @@ def check_convolution(axes, explicit, padding, k_group, seed, **options) -> None
         strides=strides,
         rhs_dilation=dilation,
         padding=tuple(zip(*pads, strict=True)) if explicit else padding,
+        lhs_dilation=(spread,) * len(sizes) if explicit else None,
         k=k_group[0],
         group_size=k_group[1],
         rounded_weights=True,
@@ -472,9 +473,11 @@ def _call_of(rng, target: str) -> tuple[list, list, dict[str, Any]]:
     bias = [normal(1 if conv else batch, n)] if epilogue.get("has_bias") else []
     if conv:
         strides, low, dilation = rng.integers(1, 4, 2), rng.integers(-1, 3, 2), rng.integers(1, 3, 2)
-        y = result(batch, *rng.integers(1, 7, 2).tolist(), n)
+        spread = np.where((rng.integers(3, size=2) == 0) & (np.array(size[2:]) > 1), 2, 1)  # of a transposed one
+        strides, dilation = np.where(spread > 1, 1, strides), np.where(spread > 1, 1, dilation)
+        y = result(batch, *(rng.integers(1, 7, 2) * spread).tolist(), n)
         scratch = result(_abi.conv_scratch(int(np.prod(y.shape[:-1])), n), dtype=np.int32)
-        window = [*size[2:], *strides, *low, *dilation]
+        window = [*size[2:], *strides, *low, *dilation, *(spread if spread.max() > 1 else [])]
         x = normal(batch, *rng.integers(1, 9, 2), k)
         return [x, qw, scales, *shift, *bias], [y, scratch], weights | epilogue | {"window": [int(v) for v in window]}
     if not ragged:
@@ -490,10 +493,12 @@ def _call_of(rng, target: str) -> tuple[list, list, dict[str, Any]]:
 
 
 def _direct_conv_call(rng, bits: int, shift_mode: int) -> tuple[list, list, dict[str, Any]]:
-    """As ``_call_of``: depthwise."""
-    dtype, scale_dtype, shift_dtype = (DTYPES[str(rng.choice(sorted(DTYPES)))] for _ in range(3))
-    features = int(rng.integers(1, 100))
-    n = features * int(rng.integers(1, 3))
+    """As ``_call_of``: depthwise, or groups of several inputs of 16 bits, of which there are multiples of 8."""
+    depthwise = rng.integers(2)
+    names = sorted(DTYPES) if depthwise else ["bfloat16", "float16"]
+    dtype, scale_dtype, shift_dtype = (DTYPES[str(rng.choice(of))] for of in (names, sorted(DTYPES), sorted(DTYPES)))
+    k, features = (1, int(rng.integers(1, 100))) if depthwise else (int(rng.choice([2, 4, 8, 40])), 80)
+    n = features * (int(rng.integers(1, 3)) if depthwise else 2)
     size = rng.integers(1, 4, 3).tolist()
     taps, sets = math.prod(size), int(rng.choice([1, math.prod(size)]))
     window = [*size, *rng.integers(1, 4, 3), *rng.integers(-1, 3, 3), *rng.integers(1, 3, 3)]
@@ -505,11 +510,11 @@ def _direct_conv_call(rng, bits: int, shift_mode: int) -> tuple[list, list, dict
     if shift_mode == _abi.ShiftMode.TABLE:
         shift = [normal(1, 1, 16, dtype=np.float32)]
     bias = [normal(1, n, dtype=dtype)] if rng.integers(2) else []
-    qw = rng.integers(0, 2**32, (taps, *_format.packed_shape(bits, 1, n)), np.uint32)
+    qw = rng.integers(0, 2**32, (taps, *_format.packed_shape(bits, k, n)), np.uint32)
     x = normal(2, *rng.integers(1, 9, 3), features, dtype=dtype)
     y = jax.ShapeDtypeStruct((2, *rng.integers(1, 7, 3).tolist(), n), dtype)
     attributes = {"bits": bits, "shift_mode": shift_mode, "has_bias": len(bias), "activation": int(rng.integers(5))}
-    attributes |= {"groups": features, "window": [int(v) for v in window]}
+    attributes |= {"groups": features // k, "window": [int(v) for v in window]}
     return [x, qw, normal(sets, 1, n, dtype=scale_dtype), *shift, *bias], [y], attributes
 
 
@@ -681,6 +686,7 @@ windows = {
     ),
     "explicit": st.booleans(),
     "padding": st.sampled_from(["SAME", "VALID"]),
+    "spread": st.sampled_from([1, 1, 2]),
     "images": st.integers(0, 3),
     "x_dtype": dtypes,
     "activation": activations,
