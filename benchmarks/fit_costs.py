@@ -62,7 +62,9 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             yield ("tiled", tokens, splits), us
         if not table:
             numbers = costs.warpgroups_of(file["warpgroup"])
-            for config, us in costs.warpgroup_times(m, k, n, 1, bits, ends, shifted, MULTIPROCESSORS, numbers):
+            for config, us in costs.warpgroup_times(
+                m, k, n, 1, bits, ends, shifted, not shifted, MULTIPROCESSORS, numbers
+            ):
                 yield ("warpgroup", *config), us
 
     return of

@@ -21,7 +21,7 @@ class Warpgroups(NamedTuple):
     shared_stage: float  # two CTAs on it; 0: they do not fit
     start: float  # until the first product, and from the last to the result
     group: float  # of a stage, for every group that ends in it but one; 0: no kernel for groups of 32 and 64
-    sum: float  # for every one, with float zeros or offsets; 0: no such kernel
+    sum: float  # for every one, with float zeros or offsets; 0: a kernel only with scales of the activations' type
 
 
 class Cluster(NamedTuple):
@@ -121,14 +121,21 @@ def warpgroup_times(
     bits: int,
     ends: int,
     sums: bool,
+    plain: bool,
     multiprocessors: int,
     costs: WarpgroupCosts,
 ) -> Iterator[tuple[tuple[int, int, int], float]]:
-    """Of every configuration, (tokens, warpgroups, cluster): ``ends`` groups end in 128 inputs."""
+    """Of every configuration, (tokens, warpgroups, cluster): ``ends`` groups end in 128 inputs; ``plain`` as
+    ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu`` says.
+    """
     shapes, clusters, memory = costs
     stages, reading = -(-k // 128), batch * n * k * bits / 8 / memory
     for shape in shapes:
-        if (shape.tokens < 64 and m > shape.tokens) or (sums and shape.sum == 0) or (ends > 1 and shape.group == 0):
+        if (
+            (shape.tokens < 64 and m > shape.tokens)
+            or (not plain and shape.sum == 0)
+            or (ends > 1 and shape.group == 0)
+        ):
             continue
         more = (ends - 1) * shape.group + ends * shape.sum * sums
         blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)

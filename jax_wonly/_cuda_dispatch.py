@@ -120,10 +120,15 @@ def _mma_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
     return has_mma() and in_tiles
 
 
-def _warpgroup(m: int, k: int, n: int, batch: int, bits: int, groups: int, shift_mode: ShiftMode, shift_dtype) -> float:
+def _warpgroup(
+    m: int, k: int, n: int, batch: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
+) -> float:
     ends = {32: 4, 64: 2}.get(k // groups, 1)  # of groups, in 128 inputs
-    sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    return _least(_cuda_costs.warpgroup_times(m, k, n, batch, bits, ends, sums, _gpu()[1], _WARPGROUPS))
+    shifted = shift_mode != ShiftMode.NONE
+    sums = shifted and shift_dtype != jnp.uint8
+    # As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``.
+    plain = scale_dtype == x_dtype and not sums and n % (16 if shifted else 8) == 0
+    return _least(_cuda_costs.warpgroup_times(m, k, n, batch, bits, ends, sums, plain, _gpu()[1], _WARPGROUPS))
 
 
 def _stream(m: int, weights: float, wide: bool) -> float:
@@ -179,7 +184,7 @@ def kernel(
         exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
         other = _stream(m, weights, False)
         if exact:
-            other = _warpgroup(m, k, n, batch, bits, groups, shift_mode, shift_dtype)
+            other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
         large_groups = bits == 4 and k // groups not in (32, 64)
         least = _TILED_TOKENS if large_groups else _TILED_TOKENS_OF_SMALL_GROUPS
         enough = m >= (least if exact else STREAM_TOKENS + 1)
@@ -215,7 +220,7 @@ def estimate(
     rate = _DENSE_FLOAT32 if wide else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
     dense = dense_bytes / _MEMORY + m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
     if _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        fused = _warpgroup(m, k, n, batch, bits, groups, shift_mode, shift_dtype)
+        fused = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     else:
         fused = _stream(m, weights, wide)
     if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):

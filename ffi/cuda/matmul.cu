@@ -58,12 +58,13 @@ float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* co
   const int log2 = log2_group_blocks(args);
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  const bool plain = warpgroup::is_plain(args);
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs::kWarpgroupBytes;
   float least = 0.f;
   for (const warpgroup::Cost& cost : costs::kWarpgroup) {
     if (cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
-    if ((sums && cost.sum == 0.f) || (groups > 1.f && cost.group == 0.f)) continue;
+    if ((!plain && cost.sum == 0.f) || (groups > 1.f && cost.group == 0.f)) continue;
     const float more = (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f);
     const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
     for (const warpgroup::ClusterCost& cluster : costs::kClusters) {

@@ -11,6 +11,12 @@ bool supports(const MatmulArgs& args) {
   return sixteen_bits && aligned && aligned_scales && aligned_shifts && args.shift_mode != ShiftMode::kTable;
 }
 
+bool is_plain(const MatmulArgs& args) {
+  const bool zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
+  return args.scale_dtype == args.x_dtype && args.n % 8 == 0 &&
+         (args.shift_mode == ShiftMode::kNone || (zeros && args.n % 16 == 0));
+}
+
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
   return args.x_dtype == DType::kF16 ? launch_f16(args, config, stream) : launch_bf16(args, config, stream);
 }

@@ -40,19 +40,26 @@ constexpr int kBarrierBytes = 1024;  // three for each stage and one; the ring i
 constexpr int kMultiprocessorBytes = 228 << 10;
 using ptx::kArrivals;
 
-template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, bool kSums_>
+// What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 73).
+enum class Kind {
+  kPlain,  // scales of the activations' type, copied even if there is one group, and uint8 zeros or none
+  kOther,  // scales of any type, and uint8 zeros or none
+  kSums,   // scales of any type, and zeros that are no integers, or offsets
+};
+
+template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, Kind kKind>
 struct Shape {
   using X = X_;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kWarpgroups = kWarpgroups_;  // 64 outputs each
   static constexpr int kFlushes = kFlushes_;        // group ends in a stage: 4, 2 or 1 for groups of 32, 64, more
-  static constexpr bool kSums = kSums_;             // zeros that are no integers, or offsets
+  static constexpr bool kPlain = kKind == Kind::kPlain, kSums = kKind == Kind::kSums;
   static constexpr int kRows = kWarpgroups * kTileN;
   // The last warpgroup produces; so does a second one that has more warps to add activations up.
   static constexpr int kProducers = kSums && kTokens >= 64 ? 2 : 1;
   static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
-  static_assert(kWarpgroups == 2 || !kSums);
+  static_assert(kWarpgroups == 2 || kPlain);
 
   // Four warpgroups fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the other starts
   // or ends; from 64 tokens on the accumulators of two leave no room for that.
@@ -72,12 +79,13 @@ struct Shape {
   static constexpr int kHalfBytes = kTokens * 128;        // activations: two boxes of 64 inputs
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
-  static constexpr int kScaleBytes = kFlushes * kRows * 4;  // as many groups end in a stage; every type has room
+  static constexpr int kScaleStride = kRows * (kPlain ? 2 : 4), kShiftStride = kRows * (kPlain ? 1 : 4);  // of a group
+  static constexpr int kScaleBytes = kFlushes * kScaleStride;  // as many groups end in a stage; every type has room
   static constexpr int kSumBytes = kFlushes * kTokens * 4;
   static constexpr int kWeightsAt = kXBytes;
   static constexpr int kScalesAt = kWeightsAt + kWeightBytes;
   static constexpr int kShiftsAt = kScalesAt + kScaleBytes;
-  static constexpr int kSumsAt = kShiftsAt + kScaleBytes;
+  static constexpr int kSumsAt = kShiftsAt + kFlushes * kShiftStride;
   static constexpr int kStageBytes = (kSumsAt + kSumBytes + 1023) / 1024 * 1024;
   static constexpr int kFit =
       (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
@@ -231,10 +239,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
   const int parts = static_cast<int>(ceil_div(args.k, kStageK / S::kFlushes));  // of the inputs: one scale each
 
-  const bool grouped = S::kFlushes > 1 || params.log2_group_blocks >= 0;
+  const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
   const bool has_zeros = !S::kSums && args.shift_mode == ShiftMode::kZeros;
-  const int scale_size = element_size(args.scale_dtype);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const int scale_size = S::kPlain ? 2 : element_size(args.scale_dtype);
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : S::kPlain ? 1 : element_size(args.shift_dtype);
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
@@ -295,9 +303,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           for (int i = 0; i < groups; ++i) {
             const int group = S::kFlushes > 1 ? stage * S::kFlushes + i : stage * 4 >> params.log2_group_blocks;
             const int64_t first = group * args.n + n0;
-            ptx::bulk_copy(to + S::kScalesAt + i * S::kRows * 4, scales + first * scale_size, scale_row_bytes, done);
+            ptx::bulk_copy(to + S::kScalesAt + i * S::kScaleStride, scales + first * scale_size, scale_row_bytes, done);
             if (shift_size > 0) {
-              ptx::bulk_copy(to + S::kShiftsAt + i * S::kRows * 4, shifts + first * shift_size, shift_row_bytes, done);
+              ptx::bulk_copy(to + S::kShiftsAt + i * S::kShiftStride, shifts + first * shift_size, shift_row_bytes,
+                             done);
             }
           }
         }
@@ -327,11 +336,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const auto load_pair = [](const uint8_t* row_data, DType type, uint32_t (&bits)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        bits[i] = type == DType::kF32 ? reinterpret_cast<const uint32_t*>(row_data)[8 * i]
-                                      : reinterpret_cast<const uint16_t*>(row_data)[8 * i];
+        bits[i] = !S::kPlain && type == DType::kF32 ? reinterpret_cast<const uint32_t*>(row_data)[8 * i]
+                                                    : reinterpret_cast<const uint16_t*>(row_data)[8 * i];
       }
     };
     const auto from_bits = [](uint32_t bits, DType type) {
+      if constexpr (S::kPlain) return to_floats<X>(bits).x;
       const float single = __uint_as_float(bits << (type == DType::kF32 ? 0 : 16));
       return type == DType::kF16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
     };
@@ -377,7 +387,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         }
       }
       if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
-        const uint8_t* from = data + S::kShiftsAt + unit * S::kRows * 4 + row;
+        const uint8_t* from = data + S::kShiftsAt + unit * S::kShiftStride + row;
         zero_bits[0] = from[0], zero_bits[1] = from[8];
       }
     };
@@ -415,9 +425,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     };
     uint32_t scale_bits[2], shift_bits[2];
     const auto load_factors = [&](const uint8_t* data, int group) {
-      load_pair(data + S::kScalesAt + group * S::kRows * 4 + row * scale_size, args.scale_dtype, scale_bits);
+      load_pair(data + S::kScalesAt + group * S::kScaleStride + row * scale_size, args.scale_dtype, scale_bits);
       if (S::kSums) {
-        load_pair(data + S::kShiftsAt + group * S::kRows * 4 + row * shift_size, args.shift_dtype, shift_bits);
+        load_pair(data + S::kShiftsAt + group * S::kShiftStride + row * shift_size, args.shift_dtype, shift_bits);
       }
     };
     // Of a group whose scales were copied; without, all of its activations are zeros.
@@ -584,36 +594,42 @@ cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_
   return launch_kernel(warpgroup_matmul<S>, shape, stream, p, map);
 }
 
-template <typename X, int kBits, int kFlushes, bool kSums>
+template <typename X, int kBits, int kFlushes, Kind kKind>
 cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
-  if (config.warpgroups == 4) {
-    if constexpr (!kSums) {
-      if (config.tokens == 32) return launch_shape<Shape<X, kBits, 32, 4, kFlushes, kSums>>(params, config, stream);
-      if (config.tokens == 64) return launch_shape<Shape<X, kBits, 64, 4, kFlushes, kSums>>(params, config, stream);
+  const auto launch = [&](auto tokens, auto warpgroups) {
+    return launch_shape<Shape<X, kBits, tokens.value, warpgroups.value, kFlushes, kKind>>(params, config, stream);
+  };
+  using std::integral_constant;
+  constexpr integral_constant<int, 1> one;
+  constexpr integral_constant<int, 2> two;
+  constexpr integral_constant<int, 4> four;
+  constexpr integral_constant<int, 16> t16;
+  constexpr integral_constant<int, 32> t32;
+  constexpr integral_constant<int, 48> t48;
+  constexpr integral_constant<int, 64> t64;
+  constexpr integral_constant<int, 96> t96;
+  constexpr integral_constant<int, 128> t128;
+  if constexpr (kKind == Kind::kPlain) {
+    if (config.warpgroups == 4 && config.tokens == 32) return launch(t32, four);
+    if (config.warpgroups == 4 && config.tokens == 64) return launch(t64, four);
+    if constexpr (kFlushes == 1) {
+      if (config.warpgroups == 1 && config.tokens == 16) return launch(t16, one);
+      if (config.warpgroups == 1 && config.tokens == 32) return launch(t32, one);
+      if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
+      if (config.warpgroups == 2 && config.tokens == 48) return launch(t48, two);
+      if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
     }
-    return cudaErrorInvalidConfiguration;
   }
-  if (config.warpgroups == 1) {
-    if constexpr (kFlushes == 1 && !kSums) {
-      if (config.tokens == 16) return launch_shape<Shape<X, kBits, 16, 1, kFlushes, kSums>>(params, config, stream);
-      if (config.tokens == 32) return launch_shape<Shape<X, kBits, 32, 1, kFlushes, kSums>>(params, config, stream);
-      if (config.tokens == 64) return launch_shape<Shape<X, kBits, 64, 1, kFlushes, kSums>>(params, config, stream);
-    }
-    return cudaErrorInvalidConfiguration;
-  }
-  if constexpr (kFlushes == 1 && !kSums) {
-    if (config.tokens == 48) return launch_shape<Shape<X, kBits, 48, 2, kFlushes, kSums>>(params, config, stream);
-    if (config.tokens == 96) return launch_shape<Shape<X, kBits, 96, 2, kFlushes, kSums>>(params, config, stream);
-  }
+  if (config.warpgroups != 2) return cudaErrorInvalidConfiguration;
   switch (config.tokens) {
     case 16:
-      return launch_shape<Shape<X, kBits, 16, 2, kFlushes, kSums>>(params, config, stream);
+      return launch(t16, two);
     case 32:
-      return launch_shape<Shape<X, kBits, 32, 2, kFlushes, kSums>>(params, config, stream);
+      return launch(t32, two);
     case 64:
-      return launch_shape<Shape<X, kBits, 64, 2, kFlushes, kSums>>(params, config, stream);
+      return launch(t64, two);
     case 128:
-      return launch_shape<Shape<X, kBits, 128, 2, kFlushes, kSums>>(params, config, stream);
+      return launch(t128, two);
     default:
       return cudaErrorInvalidConfiguration;
   }
@@ -625,15 +641,17 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.args = args;
   params.cluster = config.cluster;
   params.log2_group_blocks = log2_group_blocks(args);
-  const bool integers = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
-  const auto select_sums = [&](auto bits, auto flushes) {
-    return args.shift_mode == ShiftMode::kNone || integers
-               ? launch_tokens<X, bits.value, flushes.value, false>(params, config, stream)
-               : launch_tokens<X, bits.value, flushes.value, true>(params, config, stream);
+  const bool plain = is_plain(args);
+  if (plain && params.log2_group_blocks < 0) params.log2_group_blocks = 30;  // every stage has the first group's
+  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  const auto select_kind = [&](auto bits, auto flushes) {
+    return plain  ? launch_tokens<X, bits.value, flushes.value, Kind::kPlain>(params, config, stream)
+           : sums ? launch_tokens<X, bits.value, flushes.value, Kind::kSums>(params, config, stream)
+                  : launch_tokens<X, bits.value, flushes.value, Kind::kOther>(params, config, stream);
   };
   const auto select_bits = [&](auto flushes) {
-    return args.bits == 4 ? select_sums(std::integral_constant<int, 4>{}, flushes)
-                          : select_sums(std::integral_constant<int, 8>{}, flushes);
+    return args.bits == 4 ? select_kind(std::integral_constant<int, 4>{}, flushes)
+                          : select_kind(std::integral_constant<int, 8>{}, flushes);
   };
   switch (params.log2_group_blocks) {
     case 0:
