@@ -64,6 +64,8 @@ class Stream(NamedTuple):
     """``matmul_stream``, which reads the weights again for every 16 tokens."""
 
     tokens: int  # up to so many it is taken where there is another kernel; of one tile
+    tokens_of_many: int  # the same with
+    many_weights: int  # so many bytes of codes, which warpgroups read faster where scales are of the activations' type
     start: float
     bytes: float  # of weights per microsecond
 

@@ -120,14 +120,19 @@ def _mma_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
     return has_mma() and in_tiles
 
 
+def _plain(n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+    """As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``."""
+    if shift_mode == ShiftMode.NONE:
+        return scale_dtype == x_dtype and n % 8 == 0
+    return scale_dtype == x_dtype and shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8 and n % 16 == 0
+
+
 def _warpgroup(
     m: int, k: int, n: int, batch: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
 ) -> float:
     ends = {32: 4, 64: 2}.get(k // groups, 1)  # of groups, in 128 inputs
-    shifted = shift_mode != ShiftMode.NONE
-    sums = shifted and shift_dtype != jnp.uint8
-    # As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``.
-    plain = scale_dtype == x_dtype and not sums and n % (16 if shifted else 8) == 0
+    sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
+    plain = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
     return _least(_cuda_costs.warpgroup_times(m, k, n, batch, bits, ends, sums, plain, _gpu()[1], _WARPGROUPS))
 
 
@@ -179,7 +184,10 @@ def kernel(
     ):
         return "matmul_decode"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
-    if m > _STREAM.tokens or wide:
+    many = batch * n * k * bits // 8 >= _STREAM.many_weights
+    plain = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    streamed = _STREAM.tokens_of_many if many and plain else _STREAM.tokens
+    if m > streamed or wide:
         weights = batch * n * k * bits / 8
         exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
         other = _stream(m, weights, False)

@@ -38,6 +38,8 @@ def header() -> str:
             *(f'#include "cuda/matmul_{name}.h"\n' for name in ("mma", "tiled", "warpgroup")),
             "\nnamespace wonly::costs {\n\n",
             f"inline constexpr int kStreamTokens = {newer['stream']['tokens']};\n",
+            f"inline constexpr int kStreamTokensOfMany = {newer['stream']['tokens_of_many']};\n",
+            f"inline constexpr int64_t kStreamManyWeights = {newer['stream']['many_weights']};\n",
             f"inline constexpr float kStreamStart = {number(newer['stream']['start'])};\n",
             f"inline constexpr float kStreamBytes = {number(newer['stream']['bytes'])};\n",
             *(

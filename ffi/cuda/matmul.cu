@@ -130,11 +130,13 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const cudaError_t error = launch_decode(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;
   }
-  // Up to kStreamTokens streaming four bits is faster than the warpgroup kernel, whose CTAs are slower to start. Eight
-  // bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
+  // For few tokens streaming four bits is faster than the warpgroup kernel, whose CTAs are slower to start. Eight bits
+  // leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
   // CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
-  if (device.architecture == 90 && (args.m > costs::kStreamTokens || wide)) {
+  const bool many = args.batch * args.n * args.k * args.bits / 8 >= costs::kStreamManyWeights;
+  const int streamed = many && warpgroup::is_plain(args) ? costs::kStreamTokensOfMany : costs::kStreamTokens;
+  if (device.architecture == 90 && (args.m > streamed || wide)) {
     warpgroup::Config warpgroups{};
     const bool exact = warpgroup::supports(args);
     const float us = exact ? choose(args, device, &warpgroups) : stream_us(args);

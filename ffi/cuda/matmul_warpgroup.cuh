@@ -40,7 +40,7 @@ constexpr int kBarrierBytes = 1024;  // three for each stage and one; the ring i
 constexpr int kMultiprocessorBytes = 228 << 10;
 using ptx::kArrivals;
 
-// What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 73).
+// What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 80).
 enum class Kind {
   kPlain,  // scales of the activations' type, copied even if there is one group, and uint8 zeros or none
   kOther,  // scales of any type, and uint8 zeros or none
