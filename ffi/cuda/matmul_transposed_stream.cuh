@@ -353,6 +353,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
   const bool pairs = kPieces<X> == 1 && params.pairs;
   const Second second = params.second;
+  const bool plain = pairs && shift_size == 0;
   // Of token g of a tile, outputs 2t and 2t + 1 of the parts of half a stage.
   const auto read_dy = [&](float2(&y)[kParts], const uint8_t* slot, const uint32_t (&from)[kParts], int tile,
                            int first) {
@@ -389,7 +390,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         const int n_of_half = half * kHalfN;
         const uint8_t* const scale_row = slot + kWeightBytes + row * kStageN * scale_size;
         const uint8_t* const shift_row = slot + shift_at + row * kStageN * shift_size;
-        if (pairs) {
+        const auto multiply_pairs = [&] {
           if constexpr (kPieces<X> == 1) {
             uint32_t scale[kParts];
             ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + lane / 8 * 16));
@@ -402,66 +403,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
               }
             }
           }
-        } else {
-          float2 scale[kParts];
-          read_pairs(scale, scale_row, n_of_half + 2 * t, args.scale_dtype);
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
-#pragma unroll
-          for (int tile = 0; tile < kTokenTiles; ++tile) {
-            float2 y[kParts];
-            read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-              split({y[part].x * scale[part].x, y[part].y * scale[part].y}, b[tile][part]);
-            }
-          }
-        }
-        if (second == Second::kAdded) {
-          float2 z[kParts];
-          read_pairs(z, shift_row, n_of_half + 2 * t, args.shift_dtype);
-#pragma unroll
-          for (int tile = 0; tile < kTokenTiles; ++tile) {
-            float& sum = shifted[row][tile];
-            if (offsets) {
-              float2 y[kParts];
-              read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
-#pragma unroll
-              for (int part = 0; part < kParts; ++part) {
-                sum = fmaf(y[part].x, z[part].x, sum);
-                sum = fmaf(y[part].y, z[part].y, sum);
-              }
-            } else {
-#pragma unroll
-              for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-                for (int piece = 0; piece < kPieces<X>; ++piece) {
-                  sum = fmaf(__uint_as_float(b[tile][part][piece] << 16), z[part].x, sum);
-                  sum = fmaf(__uint_as_float(b[tile][part][piece] & 0xffff0000u), z[part].y, sum);
-                }
-              }
-            }
-          }
-        } else {
-          uint32_t z[kParts];  // the same for all inputs
-          if (second == Second::kNumbers) {
-            ptx::load_matrices(z, ptx::shared_address(shift_row + n_of_half * 2 + lane / 8 * 16));
-          } else {
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-              z[part] = bias_of(kBits) * 0x10001u;
-              if (shift_size != 0) {
-                z[part] = *reinterpret_cast<const uint16_t*>(shift_row + n_of_half + part * 8 + 2 * t);
-                z[part] = byte_permute(z[part], 0u, 0x4140u);
-              }
-            }
-          }
+        };
+        // Of zeros that are the same for all inputs.
+        const auto add_second = [&](const uint32_t (&z)[kParts], bool of_dy) {
 #pragma unroll
           for (int part = 0; part < kParts; part += 2) {
             const uint32_t a[4] = {z[part], z[part], z[part + 1], z[part + 1]};
 #pragma unroll
             for (int tile = 0; tile < kTokenTiles; ++tile) {
-              if (kPieces<X> == 1 && offsets) {
+              if (kPieces<X> == 1 && of_dy) {
                 ptx::mma_bf16(multiplied[row][tile], a, dy_pairs[tile][part], dy_pairs[tile][part + 1]);
                 continue;
               }
@@ -470,6 +420,70 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
                 ptx::mma_bf16(multiplied[row][tile], a, b[tile][part][piece], b[tile][part + 1][piece]);
               }
             }
+          }
+        };
+        constexpr uint32_t kBias = bias_of(kBits) * 0x10001u;
+        const uint32_t bias[kParts] = {kBias, kBias, kBias, kBias};
+        if (plain) {  // one branch: more of them between loads and products take a fifth of the time
+          multiply_pairs();
+          add_second(bias, false);
+        } else {
+          if (pairs) {
+            multiply_pairs();
+          } else {
+            float2 scale[kParts];
+            read_pairs(scale, scale_row, n_of_half + 2 * t, args.scale_dtype);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
+#pragma unroll
+            for (int tile = 0; tile < kTokenTiles; ++tile) {
+              float2 y[kParts];
+              read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
+#pragma unroll
+              for (int part = 0; part < kParts; ++part) {
+                split({y[part].x * scale[part].x, y[part].y * scale[part].y}, b[tile][part]);
+              }
+            }
+          }
+          if (shift_size == 0) {
+            add_second(bias, false);
+          } else if (second == Second::kAdded) {
+            float2 z[kParts];
+            read_pairs(z, shift_row, n_of_half + 2 * t, args.shift_dtype);
+#pragma unroll
+            for (int tile = 0; tile < kTokenTiles; ++tile) {
+              float& sum = shifted[row][tile];
+              if (offsets) {
+                float2 y[kParts];
+                read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+                  sum = fmaf(y[part].x, z[part].x, sum);
+                  sum = fmaf(y[part].y, z[part].y, sum);
+                }
+              } else {
+#pragma unroll
+                for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+                  for (int piece = 0; piece < kPieces<X>; ++piece) {
+                    sum = fmaf(__uint_as_float(b[tile][part][piece] << 16), z[part].x, sum);
+                    sum = fmaf(__uint_as_float(b[tile][part][piece] & 0xffff0000u), z[part].y, sum);
+                  }
+                }
+              }
+            }
+          } else {
+            uint32_t z[kParts];
+            if (second == Second::kNumbers) {
+              ptx::load_matrices(z, ptx::shared_address(shift_row + n_of_half * 2 + lane / 8 * 16));
+            } else {
+#pragma unroll
+              for (int part = 0; part < kParts; ++part) {
+                z[part] = *reinterpret_cast<const uint16_t*>(shift_row + n_of_half + part * 8 + 2 * t);
+                z[part] = byte_permute(z[part], 0u, 0x4140u);
+              }
+            }
+            add_second(z, offsets);
           }
         }
 #pragma unroll
