@@ -114,5 +114,5 @@ def rounds_weights(implementation, *, m=0, mode="symmetric") -> bool:
     Of the CUDA kernels those for many rows do it, which also take over early where others read weights repeatedly:
     scales, zeros or offsets in rows that are not 16-byte aligned, and any on other architectures than sm_90.
     """
-    many = 16 if mode in ("float_zeros", "offsets") or not _cuda_dispatch.has_warpgroups() else 128
+    many = 16 if mode in ("float_zeros", "offsets") or not _cuda_dispatch.has_warpgroups() else 96
     return implementation in (None, "xla", "dequantize") or (implementation == "cuda" and m > many)
