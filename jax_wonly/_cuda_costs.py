@@ -145,7 +145,8 @@ def warpgroup_times(
             if cluster.ctas > _LARGE_CLUSTER and shape.shared_stage == 0:
                 continue
             ctas, places = blocks * cluster.ctas, int(multiprocessors * cluster.share)
-            shares = shape.shared_stage > 0 and ctas > places
+            # As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
+            shares = shape.shared_stage > 0 and ctas > multiprocessors
             waves = -(-ctas // (2 * places if shares else places))
             stage = shape.shared_stage + 2 * more if shares else shape.stage + more
             us = max(waves * stages / cluster.ctas * stage, reading) + waves * (shape.start + cluster.start)

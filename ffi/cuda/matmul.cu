@@ -71,7 +71,8 @@ float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* co
       if (cluster.ctas > 4 && cost.shared_stage == 0.f) continue;
       const int64_t ctas = blocks * cluster.ctas;
       const int64_t places = static_cast<int64_t>(static_cast<float>(device.multiprocessors) * cluster.share);
-      const bool shares = cost.shared_stage > 0.f && ctas > places;
+      // As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
+      const bool shares = cost.shared_stage > 0.f && ctas > device.multiprocessors;
       const float waves = static_cast<float>(ceil_div(ctas, shares ? 2 * places : places));
       const float stage = shares ? cost.shared_stage + 2.f * more : cost.stage + more;
       const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
