@@ -4,6 +4,7 @@ import math
 
 import jax.numpy as jnp
 import pytest
+from matmul_cases import ROWS, SHAPES
 
 from jax_wonly import _cuda_dispatch
 from jax_wonly._abi import ShiftMode
@@ -151,3 +152,18 @@ def test_transposed_convolutions(warpgroups):
     assert not kernel(3, 2, (3, 2), dilation=2) and not kernel(3, 2, (301, 300))
     window = Window((3, 3), (1, 1), ((1, 2), (1, 2)), (2, 2), (1, 1))
     assert _cuda_dispatch.use_conv(4096, 512, 512, window, 4)
+
+
+@pytest.mark.parametrize(("group_size", "shape"), SHAPES.items())
+@pytest.mark.parametrize("bits", [4, 8])
+def test_small_products_round_no_weights(warpgroups, monkeypatch, group_size, shape, bits):
+    """Rows of scales that are not aligned leave `matmul_stream`, which is faster for so few weights, and tiles."""
+    if not warpgroups:
+        return
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    k, n = shape
+    groups = k // group_size if group_size else 1
+    for mode, shift in ((ShiftMode.NONE, None), (ShiftMode.ZEROS, jnp.uint8)):
+        for m in ROWS[1:]:
+            kernel = _cuda_dispatch.kernel(m, k, n, 1, bits, jnp.float16, jnp.float16, mode, shift, groups=groups)
+            assert kernel != "matmul_tiled"
