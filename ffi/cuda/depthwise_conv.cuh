@@ -331,16 +331,7 @@ cudaError_t launch_strips(const DirectConvArgs& conv, int block, int multiproces
   shape.threads = kThreads;
   shape.shared_bytes = conv.taps() * block * static_cast<int>(sizeof(float));
   const auto kernel = depthwise_conv<X, kVec, kRows, kColumns, kTaps, kStride>;
-  if (cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel)); error != cudaSuccess)
-    return error;
-  int resident = 0;
-  if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads,
-                                                                        static_cast<size_t>(shape.shared_bytes));
-      error != cudaSuccess)
-    return error;
-  const int64_t most = std::max<int64_t>(1, int64_t{multiprocessors} * resident / blocks);
-  shape.grid = dim3(static_cast<unsigned>(std::min(ceil_div(strips, slots), most)), static_cast<unsigned>(blocks));
-  return launch_kernel(kernel, shape, stream, params);
+  return launch_walking(kernel, shape, ceil_div(strips, slots), blocks, multiprocessors, stream, params);
 }
 
 template <typename X, int kVec, int kRows, int kColumns>

@@ -365,16 +365,7 @@ cudaError_t launch_runs(Params params, int multiprocessors, cudaStream_t stream)
   shape.threads = kThreads;
   shape.shared_bytes = params.taps * params.blocks * kStepWords<kQuads> * 4;
   const auto kernel = grouped_conv<X, kQuads, kRuns, kAtOnce, kCtas>;
-  if (cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel)); error != cudaSuccess)
-    return error;
-  int resident = 0;
-  if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads,
-                                                                        static_cast<size_t>(shape.shared_bytes));
-      error != cudaSuccess)
-    return error;
-  const int64_t most = std::max<int64_t>(1, int64_t{multiprocessors} * resident / strips);
-  shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(params.tiles, most)), static_cast<unsigned>(strips));
-  return launch_kernel(kernel, shape, stream, params);
+  return launch_walking(kernel, shape, params.tiles, strips, multiprocessors, stream, params);
 }
 
 inline bool in_quads(const DirectConvArgs& conv) {

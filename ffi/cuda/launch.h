@@ -1,8 +1,10 @@
-// Launching a kernel in a cluster, or with more than 48 KB of shared memory.
+// Launching a kernel in a cluster, with more than 48 KB of shared memory, or with CTAs that stay.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <set>
 #include <utility>
 
@@ -55,6 +57,23 @@ cudaError_t launch_kernel(void (*kernel)(Args...), const LaunchShape& shape, cud
     config.numAttrs = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// The same for CTAs that walk along x over `items` for each of `columns` along y: no more of them than the
+// multiprocessors hold at a time, and one for a column at least.
+template <typename... Args>
+cudaError_t launch_walking(void (*kernel)(Args...), LaunchShape shape, int64_t items, int64_t columns,
+                           int multiprocessors, cudaStream_t stream, const Args&... args) {
+  if (cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel)); error != cudaSuccess)
+    return error;
+  int resident = 0;
+  if (cudaError_t error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, shape.threads,
+                                                                        static_cast<size_t>(shape.shared_bytes));
+      error != cudaSuccess)
+    return error;
+  const int64_t most = std::max<int64_t>(1, int64_t{multiprocessors} * resident / columns);
+  shape.grid = dim3(static_cast<unsigned>(std::min(items, most)), static_cast<unsigned>(columns));
+  return launch_kernel(kernel, shape, stream, args...);
 }
 
 }  // namespace wonly
