@@ -6,8 +6,10 @@
 // (code - zero) * 2^-13, which is exact for integer zeros: a mask (the pattern is the subnormal number code * 2^-133 or
 // code * 2^-24) and one fused multiply-add. The sums of a group stay exact products of 16-bit numbers in float32; the
 // group's scale multiplies them there. Zeros that are no integers, and offsets, multiply the sum of the group's
-// activations instead, in float32: two warps of the producers add those up. CTAs of
-// a cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's result
+// activations instead. Another warpgroup, or two, make those sums, a narrow product of the activations by ones, and
+// what multiplies them. From 64 tokens on that is one more product, of the sums and of zeros in units of the scale,
+// both as bf16 numbers that add up to a float32: instructions are what bounds the warpgroups of outputs. CTAs of a
+// cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's result
 // does not depend on the others of a call; the size of the cluster, and with it the order of its sums, may depend on
 // how many there are (matmul.cu).
 #pragma once
@@ -37,7 +39,11 @@ constexpr int kStageSteps = kStageK / 16;
 constexpr int kMaxStages = 10;
 constexpr int kMaxCluster = 8;
 constexpr int kBarrierBytes = 1024;  // three for each stage and one; the ring is aligned for the 128-byte swizzle
+constexpr int kOnesAt = 512;         // in the same kilobyte: what adds up the activations of the groups of a stage,
+constexpr int kOnesBytes = 128;      // each 8 columns of 8 inputs
+static_assert((3 * kMaxStages + 1) * 8 <= kOnesAt && kOnesAt + 4 * kOnesBytes <= kBarrierBytes);
 constexpr int kMultiprocessorBytes = 228 << 10;
+constexpr int kPiecesBytes = 16;  // of a number as an operand's row of 8 inputs
 using ptx::kArrivals;
 
 // What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 80).
@@ -55,9 +61,11 @@ struct Shape {
   static constexpr int kWarpgroups = kWarpgroups_;  // 64 outputs each
   static constexpr int kFlushes = kFlushes_;        // group ends in a stage: 4, 2 or 1 for groups of 32, 64, more
   static constexpr bool kPlain = kKind == Kind::kPlain, kSums = kKind == Kind::kSums;
+  static constexpr bool kMultipliesSums = kSums && kTokens >= 64;  // on tensor cores
   static constexpr int kRows = kWarpgroups * kTileN;
-  // The last warpgroup produces; so does a second one that has more warps to add activations up.
-  static constexpr int kProducers = kSums && kTokens >= 64 ? 2 : 1;
+  // After those of outputs one warpgroup produces; more add activations up, in turns.
+  static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
+  static constexpr int kProducers = 1 + kSumWarpgroups;
   static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
   static_assert(kWarpgroups == 2 || kPlain);
 
@@ -65,7 +73,7 @@ struct Shape {
   // or ends; from 64 tokens on the accumulators of two leave no room for that.
   static constexpr int kCtas = kWarpgroups == 4 || (kWarpgroups == 2 && kTokens > 32) ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kWarpgroups == 4 ? 32 : 40;
+  static constexpr int kProducerRegisters = kWarpgroups == 4 || (kSums && kCtas == 2) ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) * kProducers / kWarpgroups) / 8 * 8;
@@ -79,22 +87,31 @@ struct Shape {
   static constexpr int kHalfBytes = kTokens * 128;        // activations: two boxes of 64 inputs
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
-  static constexpr int kScaleStride = kRows * (kPlain ? 2 : 4), kShiftStride = kRows * (kPlain ? 1 : 4);  // of a group
-  static constexpr int kScaleBytes = kFlushes * kScaleStride;  // as many groups end in a stage; every type has room
-  static constexpr int kSumBytes = kFlushes * kTokens * 4;
+  // Of as many groups as end in a stage; every type has room.
+  static constexpr int kScaleBytes = kFlushes * kRows * (kPlain ? 2 : 4);
+  static constexpr int kShiftBytes = kFlushes * kRows * (kPlain ? 1 : 4);
+  // Of float zeros and offsets: sums of activations and what multiplies them, as operands of a product or in float32,
+  // and scales in float32.
+  static constexpr int kNumberBytes = kMultipliesSums ? kPiecesBytes : 4;
+  static constexpr int kSumBytes = kSums ? kFlushes * kTokens * kNumberBytes : 0;
+  static constexpr int kFactorBytes = kSums ? kFlushes * kRows * kNumberBytes : 0;
+  static constexpr int kFloatBytes = kSums ? kFlushes * kRows * 4 : 0;
   static constexpr int kWeightsAt = kXBytes;
   static constexpr int kScalesAt = kWeightsAt + kWeightBytes;
   static constexpr int kShiftsAt = kScalesAt + kScaleBytes;
-  static constexpr int kSumsAt = kShiftsAt + kFlushes * kShiftStride;
-  static constexpr int kStageBytes = (kSumsAt + kSumBytes + 1023) / 1024 * 1024;
+  static constexpr int kSumsAt = kShiftsAt + kShiftBytes;
+  static constexpr int kFactorsAt = kSumsAt + kSumBytes;
+  static constexpr int kFloatsAt = kFactorsAt + kFactorBytes;
+  static constexpr int kStageBytes = (kFloatsAt + kFloatBytes + 1023) / 1024 * 1024;
   static constexpr int kFit =
       (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
   // Partial sums of a cluster's CTAs, of the tokens that one finishes, take the place of the stages.
   static_assert(kStages >= 3 && (kTokens + 8 * (kMaxCluster - 1)) * kRows * 4 <= kStages * kStageBytes);
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
-  static constexpr int kSumTokens = 16;  // that a warp adds up at once
-  static constexpr int kSumWarps = kTokens < 64 ? kTokens / kSumTokens : 4;
+  // The product that adds activations up takes 64 tokens at a time, of which those beyond kTokens are other data.
+  static constexpr int kSumBlocks = (kTokens + 63) / 64;
+  static_assert(!kSums || kHalfBytes + kSumBlocks * 64 * 128 <= kStageBytes);
 };
 
 struct Params {
@@ -103,6 +120,11 @@ struct Params {
   int token_tiles;
   int stages, more_stages;  // of 128 inputs, for every rank; as many ranks have one more
   int log2_group_blocks;    // group size = 32 << this; -1: one scale per output
+};
+
+// The scales and shifts only where groups are smaller than a stage.
+struct Maps {
+  CUtensorMap x, scales, shifts;
 };
 
 // (code - zero) * 2^-13 for pairs of codes. `factor` undoes the power of two of a masked code, 16 times as large in odd
@@ -172,40 +194,92 @@ __device__ __forceinline__ void convert(const uint4& words, uint32_t zero_low, u
   convert_half<X, kBits>(words.z, words.w, zero_low, zero_high, a + (kBits == 4 ? 2 : 1));
 }
 
-// Sums of a stage's activations for 16 tokens from `first` on, one for each group that ends there. Half a warp has one
-// half of the inputs each: rows of 128 bytes, whose order of 16 bytes the swizzle makes another for the next row, so
-// that lanes read different banks.
-template <typename S>
-__device__ __forceinline__ void sum_activations(const uint8_t* x, int first, int lane, float* sums) {
-  const int token = first + lane % S::kSumTokens, half = lane / S::kSumTokens;
-  const uint8_t* const row = x + half * S::kHalfBytes + token * 128;
-  float sum[2];  // of 32 inputs each
+// A number of 16 or 32 bits in shared memory.
+__device__ __forceinline__ float load_shared(const uint8_t* data, int i, DType type) {
+  const bool wide = type == DType::kF32;
+  const uint32_t bits = wide ? reinterpret_cast<const uint32_t*>(data)[i] : reinterpret_cast<const uint16_t*>(data)[i];
+  const float single = __uint_as_float(bits << (wide ? 0 : 16));
+  return type == DType::kF16 ? to_floats<__half>(bits).x : single;
+}
+
+// A float32 is the sum of three numbers of eight bits, each the upper half of one of these.
+__device__ __forceinline__ void split(float value, uint32_t (&pieces)[3]) {
 #pragma unroll
-  for (int block = 0; block < 2; ++block) {
-    float of_vector[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint4 vector = *reinterpret_cast<const uint4*>(row + ((block * 4 + i) ^ (token % 8)) * 16);
-      const float2 a = to_floats<typename S::X>(vector.x), b = to_floats<typename S::X>(vector.y),
-                   c = to_floats<typename S::X>(vector.z), d = to_floats<typename S::X>(vector.w);
-      of_vector[i] = ((a.x + a.y) + (b.x + b.y)) + ((c.x + c.y) + (d.x + d.y));
-    }
-    sum[block] = (of_vector[0] + of_vector[1]) + (of_vector[2] + of_vector[3]);
+  for (uint32_t& piece : pieces) {
+    piece = __float_as_uint(value);
+    value -= __uint_as_float(piece & 0xffff0000u);
   }
-  if constexpr (S::kFlushes == 4) {
-    sums[2 * half * S::kTokens + token] = sum[0];
-    sums[(2 * half + 1) * S::kTokens + token] = sum[1];
-  } else if constexpr (S::kFlushes == 2) {
-    sums[half * S::kTokens + token] = sum[0] + sum[1];
-  } else {
-    const float mine = sum[0] + sum[1], other = __shfl_xor_sync(0xffffffffu, mine, 16);
-    if (half == 0) sums[token] = mine + other;
+}
+// Rows of A and B, pieces 0 0 0 1 1 1 2 2 and 0 1 2 0 1 2 0 1: all products but that of both last pieces, which is less
+// than what float32 rounds away.
+__device__ __forceinline__ uint4 row_of_a(float value) {
+  uint32_t p[3];
+  split(value, p);
+  return {__byte_perm(p[0], p[0], 0x7632), __byte_perm(p[0], p[1], 0x7632), __byte_perm(p[1], p[1], 0x7632),
+          __byte_perm(p[2], p[2], 0x7632)};
+}
+__device__ __forceinline__ uint4 row_of_b(float value) {
+  uint32_t p[3];
+  split(value, p);
+  return {__byte_perm(p[0], p[1], 0x7632), __byte_perm(p[2], p[0], 0x7632), __byte_perm(p[1], p[2], 0x7632),
+          __byte_perm(p[0], p[1], 0x7632)};
+}
+
+// Sums of a stage's activations, one for each group that ends there, by a warpgroup. `ones`: for group g 1 in the
+// columns c of which g is c % kFlushes, so that lanes have sums of as different groups as there are. They are in `sum`
+// after wgmma_wait: of tokens 64 i + 16 w + g, in two columns, and of the eighth token after it.
+template <typename S>
+__device__ __forceinline__ void sum_activations(const uint8_t* x, const uint8_t* ones, float (&sum)[S::kSumBlocks][4]) {
+  const uint64_t operand_x = ptx::wgmma_descriptor(x);
+  const uint64_t operand_ones = ptx::wgmma_descriptor_unswizzled(ones, 0, kOnesBytes);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < S::kSumBlocks; ++i) {
+#pragma unroll
+    for (int step = 0; step < kStageSteps; ++step) {
+      const uint64_t of_step = operand_x + ((i * 64 * 128 + step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
+      const uint64_t of_group = operand_ones + (step * S::kFlushes / kStageSteps * kOnesBytes >> 4);
+      if constexpr (Convert<typename S::X>::kBf16) {
+        ptx::WgmmaShared<8>::bf16(sum[i], of_step, of_group, step > 0);
+      } else {
+        ptx::WgmmaShared<8>::f16(sum[i], of_step, of_group, step > 0);
+      }
+    }
+  }
+  ptx::wgmma_commit();
+}
+template <typename S>
+__device__ __forceinline__ void store_sums(const float (&sum)[S::kSumBlocks][4], int warp, int lane, uint8_t* sums) {
+  const auto store = [&](int group, int token, float value) {
+    const int at = group * S::kTokens + token;
+    if constexpr (S::kMultipliesSums) {
+      reinterpret_cast<uint4*>(sums)[at] = row_of_b(value);
+    } else {
+      reinterpret_cast<float*>(sums)[at] = value;
+    }
+  };
+  const int g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < S::kSumBlocks; ++i) {
+    const int first = i * 64 + warp * 16;
+    if (first >= S::kTokens) break;
+    const bool later = S::kFlushes == 4 ? t >= 2 : t % 2 == 1;
+    const float even = later ? sum[i][2] : sum[i][0], odd = later ? sum[i][3] : sum[i][1];
+    const int token = first + g + (later ? 8 : 0);
+    if constexpr (S::kFlushes == 4) {
+      store(t % 2 * 2, token, even);
+      store(t % 2 * 2 + 1, token, odd);
+    } else if constexpr (S::kFlushes == 2) {
+      store(t / 2, token, t < 2 ? even : odd);
+    } else if (t < 2) {
+      store(0, token, even);
+    }
   }
 }
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kCtas)
-    warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap x_map) {
+    warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
   using C = Convert<X>;
@@ -237,7 +311,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     return first_stage + (at < stage_count ? at : at - stage_count);
   };
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
-  const int parts = static_cast<int>(ceil_div(args.k, kStageK / S::kFlushes));  // of the inputs: one scale each
 
   const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
   const bool has_zeros = !S::kSums && args.shift_mode == ShiftMode::kZeros;
@@ -249,17 +322,18 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
   const int producers = max(row_tiles, 2);
 
+  constexpr float kBias = bias_of(S::kBits);
   // At the end the CTAs of a cluster share the tokens out, eight at a time: block b of them to rank b % cluster.
   const int tokens = static_cast<int>(min(static_cast<int64_t>(S::kTokens), args.m - m0));
   const int token_blocks = (tokens + 7) / 8;
   const int most_blocks = (token_blocks + params.cluster - 1) / params.cluster;  // of a rank
 
-  if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(&x_map);
+  if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(&maps.x);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + i, producers);
       ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals);
-      if (S::kSums) ptx::barrier_init(summed + i, S::kSumWarps * kArrivals);
+      if (S::kSums) ptx::barrier_init(summed + i, 4 * kArrivals);
     }
     // That of the sums: bytes from the cluster; without one, and where each lane arrives, those who write them.
     const bool counted = kArrivals == 1 || params.cluster > 1;
@@ -267,6 +341,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     ptx::barrier_init_fence();
     const int my_blocks = most_blocks - ((most_blocks - 1) * params.cluster + rank < token_blocks ? 0 : 1);
     ptx::barrier_expect(received, counted ? params.cluster * my_blocks * S::kRows * 8 * 4 : 0);
+  }
+  if (S::kSums && threadIdx.x < S::kFlushes * kOnesBytes / 16) {
+    const uint32_t ones = threadIdx.x % S::kFlushes != threadIdx.x / 8 ? 0u : C::kBf16 ? 0x3f803f80u : 0x3c003c00u;
+    reinterpret_cast<uint4*>(shared + kOnesAt)[threadIdx.x] = {ones, ones, ones, ones};
+    ptx::fence_shared_for_async();
   }
   __syncthreads();
 
@@ -277,6 +356,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const int producer = __shfl_sync(0xffffffffu, warp, 0) - S::kWarpgroups * 4;
     const uint32_t* words = args.qw + batch * args.qw_batch_stride + (n0 / kTileN + producer) * k_tiles * kTileWords;
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
+    const int scales_batch = args.scales_batch_stride == 0 ? 0 : static_cast<int>(batch);
+    const int shifts_batch = args.shift_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - n0));
     const int scale_row_bytes = outputs * scale_size;
     const int shift_row_bytes = outputs * shift_size;
@@ -289,36 +370,75 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         uint8_t* to = ring + at.slot * S::kStageBytes;
         uint64_t* done = full + at.slot;
         const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
-        const int groups = grouped ? min(S::kFlushes, parts - stage * S::kFlushes) : 0;
-        const int mine = producer == 0 ? S::kXBytes : producer == 1 ? groups * (scale_row_bytes + shift_row_bytes) : 0;
+        const int factors =
+            S::kFlushes > 1 ? S::kFlushes * S::kRows * (scale_size + shift_size) : scale_row_bytes + shift_row_bytes;
+        const int mine = producer == 0 ? S::kXBytes : producer == 1 && grouped ? factors : 0;
         ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
         if (producer < row_tiles) {
           ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
                          words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
         }
         if (producer == 0) {
-          ptx::tensor_copy_3d(to, &x_map, stage * kStageK, m0, x_batch, done);
-          ptx::tensor_copy_3d(to + S::kHalfBytes, &x_map, stage * kStageK + 64, m0, x_batch, done);
-        } else if (producer == 1) {
-          for (int i = 0; i < groups; ++i) {
-            const int group = S::kFlushes > 1 ? stage * S::kFlushes + i : stage * 4 >> params.log2_group_blocks;
-            const int64_t first = group * args.n + n0;
-            ptx::bulk_copy(to + S::kScalesAt + i * S::kScaleStride, scales + first * scale_size, scale_row_bytes, done);
-            if (shift_size > 0) {
-              ptx::bulk_copy(to + S::kShiftsAt + i * S::kShiftStride, shifts + first * shift_size, shift_row_bytes,
-                             done);
-            }
+          ptx::tensor_copy_3d(to, &maps.x, stage * kStageK, m0, x_batch, done);
+          ptx::tensor_copy_3d(to + S::kHalfBytes, &maps.x, stage * kStageK + 64, m0, x_batch, done);
+        } else if (producer == 1 && S::kFlushes > 1) {
+          const int first = stage * S::kFlushes, n = static_cast<int>(n0);
+          ptx::tensor_copy_3d(to + S::kScalesAt, &maps.scales, n, first, scales_batch, done);
+          if (shift_size > 0) ptx::tensor_copy_3d(to + S::kShiftsAt, &maps.shifts, n, first, shifts_batch, done);
+        } else if (producer == 1 && grouped) {
+          const int64_t first = (stage * 4 >> params.log2_group_blocks) * args.n + n0;
+          ptx::bulk_copy(to + S::kScalesAt, scales + first * scale_size, scale_row_bytes, done);
+          if (shift_size > 0) {
+            ptx::bulk_copy(to + S::kShiftsAt, shifts + first * shift_size, shift_row_bytes, done);
           }
         }
       }
-    } else if (S::kSums && producer < 2 + S::kSumWarps) {
+    } else if (S::kSums && producer >= 4) {
+      const int output = threadIdx.x % 128;
+      static_assert(!S::kSums || S::kRows == 128);
+      float scale = 0.f, shift = 0.f;  // those of all inputs, if there is one of each
+      if (!grouped) {
+        const int64_t n = min(n0 + output, args.n - 1);
+        scale = load_element(scales, n, args.scale_dtype), shift = load_element(shifts, n, args.shift_dtype);
+      }
+      const int turn = producer / 4 - 1;
       for (int index = 0; index < stage_count; ++index, at.advance()) {
+        if (S::kSumWarpgroups > 1 && index % S::kSumWarpgroups != turn) continue;
         uint8_t* data = ring + at.slot * S::kStageBytes;
         ptx::barrier_wait(full + at.slot, at.phase);
-#pragma unroll 1
-        for (int first = (producer - 2) * S::kSumTokens; first < S::kTokens; first += S::kSumWarps * S::kSumTokens) {
-          sum_activations<S>(data, first, lane, reinterpret_cast<float*>(data + S::kSumsAt));
+        float sum[S::kSumBlocks][4];
+        sum_activations<S>(data, shared + kOnesAt, sum);
+#pragma unroll
+        for (int group = 0; group < S::kFlushes; ++group) {
+          const int i = group * S::kRows + output;
+          if (grouped) {
+            scale = load_shared(data + S::kScalesAt, i, args.scale_dtype);
+            shift = load_shared(data + S::kShiftsAt, i, args.shift_dtype);
+          }
+          float* const floats = reinterpret_cast<float*>(data + S::kFloatsAt);
+          const bool offsets = args.shift_mode == ShiftMode::kOffsets;
+          if constexpr (S::kMultipliesSums) {
+            // What to add to a code less its bias. An offset that is more scales than any product could tell from it
+            // passes for 2^60 of them, so that there is a quotient where scales are zero; __fdividef takes less than
+            // 2^126. Half of it, as both operands have their 8 inputs twice.
+            float whole = scale, zero = kBias - shift;
+            if (offsets) {
+              if (fabsf(scale) < fabsf(shift) * 0x1p-60f) whole = shift * 0x1p-60f;
+              zero = kBias + (whole == 0.f ? 0.f : __fdividef(shift * 0.25f, whole * 0.25f));
+            }
+            floats[i] = whole * C::kUnscale;
+            reinterpret_cast<uint4*>(data + S::kFactorsAt)[i] = row_of_a(zero * (0.5f / C::kUnscale));
+          } else {
+            floats[i] = scale * C::kUnscale;
+            reinterpret_cast<float*>(data + S::kFactorsAt)[i] =
+                fmaf(offsets ? kBias : kBias - shift, scale, offsets ? shift : 0.f);
+          }
         }
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < S::kSumBlocks; ++i) ptx::keep(sum[i]);
+        store_sums<S>(sum, producer % 4, lane, data + S::kSumsAt);
+        if (S::kMultipliesSums) ptx::fence_shared_for_async();
         __syncwarp();
         if (lane < kArrivals) ptx::barrier_arrive(summed + at.slot);
       }
@@ -331,7 +451,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const int g = lane / 4;
     const int t = lane % 4;
     const int row = warpgroup * kTileN + warp % 4 * kAtomN + g;  // this lane's outputs: n0 + row and n0 + row + 8
-    constexpr float kBias = bias_of(S::kBits);
     // A row of numbers of 16 or 32 bits, of all outputs, in shared memory: the bits of those of this lane.
     const auto load_pair = [](const uint8_t* row_data, DType type, uint32_t (&bits)[2]) {
 #pragma unroll
@@ -347,18 +466,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     };
     float scale[2], shift[2];
     uint32_t zero[2] = {C::minus_zero(kBias), C::minus_zero(kBias)};
-    // What the sum of the activations is multiplied by.
-    const auto shift_factor = [&](float scale, float shift) {
-      const bool zeros = args.shift_mode == ShiftMode::kZeros;
-      return fmaf(zeros ? kBias - shift : kBias, scale, zeros ? 0.f : shift);
-    };
-    if (!grouped) {
+    if (!grouped && !S::kSums) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int64_t n = min(n0 + row + 8 * i, args.n - 1);
         const float stored = load_element(scales, n, args.scale_dtype);
         scale[i] = stored * C::kUnscale;
-        if (S::kSums) shift[i] = shift_factor(stored, load_element(shifts, n, args.shift_dtype));
         if (has_zeros) zero[i] = C::minus_zero(static_cast<float>(shifts[n]));
       }
     }
@@ -387,7 +500,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         }
       }
       if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
-        const uint8_t* from = data + S::kShiftsAt + unit * S::kShiftStride + row;
+        const uint8_t* from = data + S::kShiftsAt + unit * S::kRows + row;
         zero_bits[0] = from[0], zero_bits[1] = from[8];
       }
     };
@@ -423,26 +536,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
       ptx::wgmma_commit();
     };
-    uint32_t scale_bits[2], shift_bits[2];
+    uint32_t scale_bits[2];
     const auto load_factors = [&](const uint8_t* data, int group) {
-      load_pair(data + S::kScalesAt + group * S::kScaleStride + row * scale_size, args.scale_dtype, scale_bits);
-      if (S::kSums) {
-        load_pair(data + S::kShiftsAt + group * S::kShiftStride + row * shift_size, args.shift_dtype, shift_bits);
-      }
+      if (S::kSums) return;
+      load_pair(data + S::kScalesAt + (group * S::kRows + row) * scale_size, args.scale_dtype, scale_bits);
     };
-    // Of a group whose scales were copied; without, all of its activations are zeros.
-    const auto set_factors = [&](bool copied) {
+    const auto set_factors = [&](const uint8_t* data, int group) {
+      if (!grouped && !S::kSums) return;
+      const float* floats = reinterpret_cast<const float*>(data + S::kFloatsAt) + group * S::kRows + row;
+      const float* factors = reinterpret_cast<const float*>(data + S::kFactorsAt) + group * S::kRows + row;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float stored = copied ? from_bits(scale_bits[i], args.scale_dtype) : 0.f;
-        scale[i] = grouped ? stored * C::kUnscale : scale[i];
-        if (S::kSums) {
-          const float factor = copied ? shift_factor(stored, from_bits(shift_bits[i], args.shift_dtype)) : 0.f;
-          shift[i] = grouped ? factor : shift[i];
-        }
+        scale[i] = S::kSums ? floats[8 * i] : from_bits(scale_bits[i], args.scale_dtype) * C::kUnscale;
+        if (S::kSums && !S::kMultipliesSums) shift[i] = factors[8 * i];
       }
     };
-    const auto add_shifts = [&](const uint8_t* data, int group) {
+    const auto add_sums = [&](const uint8_t* data, int group) {
       const float2* sums = reinterpret_cast<const float2*>(data + S::kSumsAt) + group * S::kTokens / 2 + t;
 #pragma unroll
       for (int i = 0; i < S::kTokens / 8; ++i) {
@@ -453,6 +562,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         acc[4 * i + 3] = fmaf(shift[1], sum.y, acc[4 * i + 3]);
       }
     };
+    const auto multiply_sums = [&](const uint8_t* data, int group) {
+      const uint8_t* factors = data + S::kFactorsAt + (group * S::kRows + warpgroup * kTileN) * kPiecesBytes;
+      const uint8_t* sums = data + S::kSumsAt + group * S::kTokens * kPiecesBytes;
+      ptx::wgmma_fence();
+      if constexpr (S::kMultipliesSums)
+        ptx::WgmmaShared<S::kTokens>::bf16(part, ptx::wgmma_descriptor_unswizzled(factors, 0, 8 * kPiecesBytes),
+                                           ptx::wgmma_descriptor_unswizzled(sums, 0, 8 * kPiecesBytes), true);
+      ptx::wgmma_commit();
+    };
 
     const uint8_t* data = stage_data();
     if (stage_count > 0) {
@@ -462,7 +580,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     for (int index = 0; index < stage_count; ++index) {
       const uint64_t x = ptx::wgmma_descriptor(data);
-      const int slot = at.slot, groups = parts - stage_at(index) * S::kFlushes;
+      const int slot = at.slot;
 #pragma unroll
       for (int unit = 0; unit < S::kUnits; ++unit) {
         const bool last = unit + 1 == S::kUnits, flushes = S::kFlushes > 1 || last;
@@ -470,17 +588,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         if (!last) load_unit(data, unit + 1);
         if (flushes) load_factors(data, group);
         multiply_unit(x, unit);
-        if (flushes) {
-          set_factors(S::kFlushes == 1 || group < groups);
-          if (S::kSums) {
-            if (group == 0) ptx::barrier_wait(summed + slot, at.phase);
-            add_shifts(data, group);
-          }
+        if (S::kSums && !S::kMultipliesSums && flushes && group == 0) ptx::barrier_wait(summed + slot, at.phase);
+        if (flushes && !S::kMultipliesSums) {
+          set_factors(data, group);
+          if (S::kSums) add_sums(data, group);
         }
         if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<1>();
+        const uint8_t* const before = data;
         if (last) {
+          if (S::kMultipliesSums && S::kFlushes == 1) ptx::barrier_wait(summed + slot, at.phase);
           at.advance();
           data = stage_data();
+        } else if (S::kMultipliesSums && S::kFlushes > 1 && unit == 0) {
+          ptx::barrier_wait(summed + slot, at.phase);
         }
         if (!last) {
           convert_unit(unit + 1);
@@ -490,6 +610,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           convert_unit(0);
         }
         if (flushes) {
+          if (S::kMultipliesSums) {
+            multiply_sums(before, group);
+            set_factors(before, group);
+          }
           ptx::wgmma_wait<0>();
           if (last) release(slot);
 #pragma unroll
@@ -573,8 +697,20 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
 template <typename S>
 cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {
-  CUtensorMap map;
-  if (cudaError_t error = describe_activations(params.args, S::kTokens, &map); error != cudaSuccess) return error;
+  const MatmulArgs& args = params.args;
+  Maps maps;
+  if (cudaError_t error = describe_activations(args, S::kTokens, &maps.x); error != cudaSuccess) return error;
+  if (S::kFlushes > 1) {
+    const auto describe = [&](const void* data, DType type, int64_t batch_stride, CUtensorMap* map) {
+      const int64_t batch = batch_stride == 0 ? 1 : args.batch;
+      return describe_rows(data, element_size(type), args.n, args.groups, batch, S::kRows, S::kFlushes, map);
+    };
+    cudaError_t error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
+    if (error == cudaSuccess && args.shift_mode != ShiftMode::kNone) {
+      error = describe(args.shift, args.shift_dtype, args.shift_batch_stride, &maps.shifts);
+    }
+    if (error != cudaSuccess) return error;
+  }
   Params p = params;
   p.token_tiles = static_cast<int>(ceil_div(p.args.m, S::kTokens));
   const int stages = static_cast<int>(ceil_div(p.args.k, kStageK));
@@ -591,7 +727,7 @@ cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_
     // them apart.
     shape.shared_bytes = std::max(shape.shared_bytes, kMultiprocessorBytes / 2);
   }
-  return launch_kernel(warpgroup_matmul<S>, shape, stream, p, map);
+  return launch_kernel(warpgroup_matmul<S>, shape, stream, p, maps);
 }
 
 template <typename X, int kBits, int kFlushes, Kind kKind>

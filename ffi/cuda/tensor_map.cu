@@ -19,30 +19,46 @@ CUtensorMapDataType data_type(const MatmulArgs& args) {
   return args.x_dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// x[batch, m, k] of `size` bytes an element in boxes of `tokens` x 128 bytes.
-cudaError_t describe(const MatmulArgs& args, int64_t k, CUtensorMapDataType type, int size, int tokens,
-                     CUtensorMap* map) {
+// An array [batch, rows, columns] of `size` bytes an element in boxes of box_rows x box_columns, zeros beyond the
+// edges.
+cudaError_t describe(const void* data, CUtensorMapDataType type, int size, int64_t batch, int64_t rows, int64_t columns,
+                     int box_rows, int box_columns, CUtensorMapSwizzle swizzle, CUtensorMap* map) {
   static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(args.m),
-                               static_cast<cuuint64_t>(args.x_batch_stride == 0 ? 1 : args.batch)};
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(batch)};
   const cuuint64_t strides[2] = {sizes[0] * size, sizes[0] * sizes[1] * size};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(tokens), 1};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
   const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult result = encode(map, type, 3, const_cast<void*>(args.x), sizes, strides, box, element_strides,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// x[batch, m, k] of `size` bytes an element in boxes of `tokens` x 128 bytes.
+cudaError_t describe_x(const MatmulArgs& args, int64_t k, CUtensorMapDataType type, int size, int tokens,
+                       CUtensorMap* map) {
+  const int64_t batch = args.x_batch_stride == 0 ? 1 : args.batch;
+  return describe(args.x, type, size, batch, args.m, k, tokens, 128 / size, CU_TENSOR_MAP_SWIZZLE_128B, map);
 }
 
 }  // namespace
 
 cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map) {
-  return describe(args, args.k, data_type(args), 2, tokens, map);
+  return describe_x(args, args.k, data_type(args), 2, tokens, map);
 }
 
 cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtensorMap* map) {
-  return describe(args, k, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tokens, map);
+  return describe_x(args, k, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, tokens, map);
+}
+
+cudaError_t describe_rows(const void* data, int size, int64_t columns, int64_t rows, int64_t batch, int box_columns,
+                          int box_rows, CUtensorMap* map) {
+  const CUtensorMapDataType type = size == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : size == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_UINT32;
+  return describe(data, type, size, batch, rows, columns, box_rows, box_columns, CU_TENSOR_MAP_SWIZZLE_NONE, map);
 }
 
 cudaError_t describe_pixels(const ConvArgs& args, int pixels, CUtensorMap* map) {

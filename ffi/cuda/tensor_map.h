@@ -15,6 +15,11 @@ cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap
 // The codes of activations [batch, m, k], a byte each, in boxes of `tokens` x 128 inputs; `k` is a multiple of 16.
 cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtensorMap* map);
 
+// Scales or shifts [batch, rows, columns] of `size` bytes an element, 1, 2 or 4, in boxes of box_rows x box_columns,
+// one row after the other; zeros beyond the edges. Rows are whole pieces of 16 bytes.
+cudaError_t describe_rows(const void* data, int size, int64_t columns, int64_t rows, int64_t batch, int box_columns,
+                          int box_rows, CUtensorMap* map);
+
 // The 16-bit images of a convolution as what its windows meet: `pixels` x 64 inputs at a time, from a pixel on in the
 // order of the result's pixels, swizzled and with zeros as above.
 cudaError_t describe_pixels(const ConvArgs& args, int pixels, CUtensorMap* map);

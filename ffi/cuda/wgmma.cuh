@@ -20,6 +20,7 @@ struct WgmmaBytes;
 
 // The first so many operands of an instruction, which are d, and what they are bound to from d[i] on.
 // clang-format off
+#define WONLY_D4 "%0, %1, %2, %3"
 #define WONLY_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WONLY_D16 WONLY_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WONLY_D24 WONLY_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -38,6 +39,7 @@ struct WgmmaBytes;
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define WONLY_D128 WONLY_D112 \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define WONLY_OF4(bound, i) "+" bound(d[i]), "+" bound(d[i + 1]), "+" bound(d[i + 2]), "+" bound(d[i + 3])
 #define WONLY_OF8(bound, i)                                                                        \
   "+" bound(d[i]), "+" bound(d[i + 1]), "+" bound(d[i + 2]), "+" bound(d[i + 3]),                  \
   "+" bound(d[i + 4]), "+" bound(d[i + 5]), "+" bound(d[i + 6]), "+" bound(d[i + 7])
@@ -129,6 +131,23 @@ struct Wgmma<256> {
   WONLY_WGMMA(f16, 256, 128, 128, 129, 130, 131, 132, 133)
 };
 template <>
+struct WgmmaShared<8> {
+  WONLY_WGMMA_SHARED(bf16, 8, 4, 4, 5, 6)
+  WONLY_WGMMA_SHARED(f16, 8, 4, 4, 5, 6)
+};
+template <>
+struct WgmmaShared<16> {
+  WONLY_WGMMA_SHARED(bf16, 16, 8, 8, 9, 10)
+};
+template <>
+struct WgmmaShared<32> {
+  WONLY_WGMMA_SHARED(bf16, 32, 16, 16, 17, 18)
+};
+template <>
+struct WgmmaShared<64> {
+  WONLY_WGMMA_SHARED(bf16, 64, 32, 32, 33, 34)
+};
+template <>
 struct WgmmaShared<128> {
   WONLY_WGMMA_SHARED(bf16, 128, 64, 64, 65, 66)
   WONLY_WGMMA_SHARED(f16, 128, 64, 64, 65, 66)
@@ -154,6 +173,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_WGMMA_S8
 #undef WONLY_WGMMA_E4M3
 #undef WONLY_WGMMA_SHARED
+#undef WONLY_D4
 #undef WONLY_D8
 #undef WONLY_D16
 #undef WONLY_D32
@@ -162,6 +182,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_D96
 #undef WONLY_D112
 #undef WONLY_D128
+#undef WONLY_OF4
 #undef WONLY_OF8
 #undef WONLY_OF16
 #undef WONLY_OF32
