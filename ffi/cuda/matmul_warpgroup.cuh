@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
       const int turn = producer / 4 - 1;
       for (int index = 0; index < stage_count; ++index, at.advance()) {
-        if (S::kSumWarpgroups > 1 && index % S::kSumWarpgroups != turn) continue;
+        if (S::kSumWarpgroups == 2 && index % 2 != turn) continue;
         uint8_t* data = ring + at.slot * S::kStageBytes;
         ptx::barrier_wait(full + at.slot, at.phase);
         float sum[S::kSumBlocks][4];
