@@ -45,6 +45,10 @@ constexpr uint32_t kUpPair = 0x6f806f80u;  // kUp as two bf16 numbers
 // How the second sum is made: on tensor cores, of zeros as codes, or of zeros or offsets as numbers; or in float32.
 enum class Second : int { kCodes, kNumbers, kAdded };
 
+// What a kernel knows of scales and shift: that both are of the type of dy, of 16 bits, or zeros are codes, and whether
+// there is a shift; or nothing. Choices between the loads of a stage and its products take a fifth of the time.
+enum class Scheme : int { kSymmetric, kShifted, kAny };
+
 struct Params {
   MatmulArgs args;
   Divisor cluster;      // CTAs
@@ -54,7 +58,6 @@ struct Params {
   int depth;                     // slots of a warp's ring
   int log2_group_blocks;         // group size = 32 << this; -1: one scale per output
   bool copies;  // whether rows of dy are aligned for copies of 16 bytes, those of scales and shift for 8
-  bool pairs;   // dy and scales are bf16: their products are those of pairs
   Second second;
   int slot_bytes;    // weights, kGroups rows of scales and of shift, dy
   int warp_bytes;    // a warp's ring, and later its partial sums
@@ -153,8 +156,52 @@ constexpr DType kTypeOf = std::is_same_v<X, float>    ? DType::kF32
                           : std::is_same_v<X, __half> ? DType::kF16
                                                       : DType::kBF16;
 
+constexpr uint32_t kOne = 0x3c003c00u, kMinusOne = 0xbc00bc00u;  // pairs of fp16 numbers
+constexpr uint32_t kNothing = 0x80008000u;                       // -0, which adds nothing
+
+// How shifts in memory become operands: the choices between zeros as codes, zeros as numbers and offsets, as values
+// that are the same for all outputs, not as branches.
+struct Shifts {
+  uint32_t bytes;  // of a pair of codes and of one of numbers, both of which are read
+  uint32_t base, times, plus, of_rest, scaled, as_it_is;  // of fp16 factors
+
+  __device__ Shifts(bool codes, bool offsets) {
+    bytes = codes ? 0x2120u : 0x7654u;
+    base = codes ? 0x64006400u : 0u;  // 1024
+    times = offsets ? 0u : kMinusOne;
+    plus = codes ? kNothing : 0xe400e400u;  // -1024
+    of_rest = offsets ? kOne : kMinusOne;
+    scaled = codes || offsets ? 0u : kOne;
+    as_it_is = offsets ? kOne : 0u;
+  }
+};
+
+// What makes fp16 weights of the codes of two outputs, rounded as those of a dense product:
+// (code - whole part of the zero) * scale + rest.
+template <int kBits>
+struct Factors {
+  static constexpr uint32_t kSixteenth = 0x2c002c00u;
+  uint32_t scale;
+  uint32_t minus = kBits == 4 ? 0xe408e408u : 0xe480e480u;  // -(1024 + zero)
+  uint32_t minus_of_odd = 0xd480d480u;                      // -(64 + zero)
+  uint32_t rest = kNothing;
+
+  __device__ void set_shift(uint32_t shift, const Shifts& how) {
+    shift |= how.base;
+    minus = fma_f16x2(shift, how.times, how.plus);
+    minus_of_odd = fma_f16x2(minus, kOne, 0x63806380u);               // + 960
+    const uint32_t whole = fma_f16x2(minus, kMinusOne, 0xe400e400u);  // - 1024
+    rest = fma_f16x2(fma_f16x2(shift, how.of_rest, whole), fma_f16x2(scale, how.scaled, how.as_it_is), kNothing);
+  }
+  // Of pair i of a word, whose code is the lowest or, in odd pairs of four-bit words, the next nibble of 1024.
+  __device__ uint32_t weight(uint32_t code, int i) const {
+    const bool odd = kBits == 4 && i % 2 == 1;
+    return fma_f16x2(fma_f16x2(code, odd ? kSixteenth : kOne, odd ? minus_of_odd : minus), scale, rest);
+  }
+};
+
 // kGroups: rows of scales that the strip has, 1, or 2 where groups are of 32 inputs.
-template <typename X, int kBits, int kTokenTiles, int kGroups, typename Tokens>
+template <typename X, int kBits, int kTokenTiles, int kGroups, Scheme kScheme, typename Tokens>
 __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof(X)))
     transposed_stream_matmul(const __grid_constant__ Params params, const __grid_constant__ Tokens source) {
   constexpr int kTiles = kStripK / tile_k(kBits);  // packed tiles of the strip
@@ -167,6 +214,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   constexpr int kCopies = kTokens / kCopyTokens;
   constexpr int kSteps = kBlockK / 16;
   constexpr int kParts = 4, kHalfN = 8 * kParts;  // half a stage, for which operands are prepared: runs of 8 outputs
+  constexpr bool kKnown = kScheme != Scheme::kAny;
+  constexpr bool kWeights = kKnown && std::is_same_v<X, __half>;  // products are of weights and dy
+  static_assert(!kKnown || sizeof(X) == 2);
+  // Copies of rows of scales and of shift; where scales have 16 bits one is of two rows.
+  constexpr int kRowCopies = !kKnown ? 2 * kGroups : kScheme == Scheme::kShifted ? kGroups : 1;
 
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& args = params.args;
@@ -218,8 +270,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     return m0 + token;
   };
 
-  const int scale_size = element_size(args.scale_dtype);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const int scale_size = kKnown ? 2 : element_size(args.scale_dtype);
+  const int shift_size =
+      kScheme == Scheme::kSymmetric || args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   const int shift_at = kWeightBytes + kGroups * kStageN * scale_size;
   const int dy_at = shift_at + kGroups * kStageN * shift_size;
 
@@ -261,10 +314,21 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     return static_cast<const uint8_t*>(args.shift) +
            (batch * args.shift_batch_stride + group_of(row) * args.n + n) * shift_size;
   };
-  const uint8_t* next_scales = scales_at(0, first_n) + lane * 8;
-  const uint8_t* next_shift = shift_of(0, first_n) + lane * 8;
-  const auto to_row = [&](int row) { return row == 0 ? 0 : (group_of(row) - group_of(0)) * args.n; };
-  const bool copies_scales = lane * 8 < kStageN * scale_size, copies_shift = lane * 8 < kStageN * shift_size;
+  const uint8_t* next_row[kRowCopies];
+  int row_step[kRowCopies], copy_to_row[kRowCopies];
+  bool copies_row[kRowCopies];
+#pragma unroll
+  for (int copy = 0; copy < kRowCopies; ++copy) {
+    const int part = kKnown ? lane / 16 : 0;  // of the lanes
+    const int at = (kKnown ? lane % 16 : lane) * 8;
+    const bool of_shift = kKnown && kGroups == 1 ? part == 1 : copy >= kRowCopies / 2 && kRowCopies > 1;
+    const int row = kGroups == 1 ? 0 : kKnown ? part : copy % 2;
+    const int size = of_shift ? shift_size : scale_size;
+    next_row[copy] = (of_shift ? shift_of(row, first_n) : scales_at(row, first_n)) + at;
+    row_step[copy] = kStageN * size;
+    copy_to_row[copy] = (of_shift ? shift_at : kWeightBytes) + row * kStageN * size + at;
+    copies_row[copy] = at < kStageN * size;
+  }
   int to_fetch = stage_count;
   // How many stages from the last on are not copied: rows are not aligned, or end before the stage does.
   const int elementwise = !params.copies ? stage_count : first_n + int64_t{stage_count} * kStageN > args.n ? 1 : 0;
@@ -307,15 +371,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
           }
         }
 #pragma unroll
-        for (int row = 0; row < kGroups; ++row) {
-          if (copies_scales) {
-            ptx::cp_async_8(slot + kWeightBytes + row * kStageN * scale_size + lane * 8,
-                            next_scales + to_row(row) * scale_size);
-          }
-          if (copies_shift) {
-            ptx::cp_async_8(slot + shift_at + row * kStageN * shift_size + lane * 8,
-                            next_shift + to_row(row) * shift_size);
-          }
+        for (int copy = 0; copy < kRowCopies; ++copy) {
+          if (copies_row[copy]) ptx::cp_async_8(slot + copy_to_row[copy], next_row[copy]);
         }
       } else {
         fetch_elements(slot);
@@ -323,8 +380,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       next_words += k_tiles * kTileWords;
 #pragma unroll
       for (int copy = 0; copy < kCopies; ++copy) next_dy[copy] += kStageN;
-      next_scales += kStageN * scale_size;
-      next_shift += kStageN * shift_size;
+#pragma unroll
+      for (int copy = 0; copy < kRowCopies; ++copy) next_row[copy] += row_step[copy];
       --to_fetch;
     }
     ptx::cp_async_commit();
@@ -351,9 +408,24 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   float shifted[kGroups][kTokenTiles] = {};          // token g, this lane's outputs: the second sum
   float multiplied[kGroups][kTokenTiles][4] = {};    // the same of tokens 2t and 2t + 1 and all outputs of the warp
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
-  const bool pairs = kPieces<X> == 1 && params.pairs;
-  const Second second = params.second;
-  const bool plain = pairs && shift_size == 0;
+  const Second second = kScheme == Scheme::kSymmetric ? Second::kCodes : params.second;
+  const Shifts how(second == Second::kCodes, offsets);
+  // The pairs of a word of codes as an operand: as they are, or as weights.
+  const auto to_operand = [](uint32_t word, const auto& factors, auto& to) {
+    if constexpr (kWeights) {
+      if constexpr (kBits == 4) {
+        uint4_above_1024(word, to);
+      } else {
+        uint8_above_1024(word, to);
+      }
+#pragma unroll
+      for (int i = 0; i < 16 / kBits; ++i) to[i] = factors.weight(to[i], i);
+    } else if constexpr (kBits == 4) {
+      uint4_to_subnormal(word, to);
+    } else {
+      uint8_to_subnormal(word, to);
+    }
+  };
   // Of token g of a tile, outputs 2t and 2t + 1 of the parts of half a stage.
   const auto read_dy = [&](float2(&y)[kParts], const uint8_t* slot, const uint32_t (&from)[kParts], int tile,
                            int first) {
@@ -390,20 +462,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         const int n_of_half = half * kHalfN;
         const uint8_t* const scale_row = slot + kWeightBytes + row * kStageN * scale_size;
         const uint8_t* const shift_row = slot + shift_at + row * kStageN * shift_size;
-        const auto multiply_pairs = [&] {
-          if constexpr (kPieces<X> == 1) {
-            uint32_t scale[kParts];
-            ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + lane / 8 * 16));
-#pragma unroll
-            for (int part = 0; part < kParts; ++part) {
-              scale[part] = ptx::mul_bf16x2(scale[part], kUpPair);
-#pragma unroll
-              for (int tile = 0; tile < kTokenTiles; ++tile) {
-                b[tile][part][0] = ptx::mul_bf16x2(dy_pairs[tile][part], scale[part]);
-              }
-            }
-          }
-        };
         // Of zeros that are the same for all inputs.
         const auto add_second = [&](const uint32_t (&z)[kParts], bool of_dy) {
 #pragma unroll
@@ -411,8 +469,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
             const uint32_t a[4] = {z[part], z[part], z[part + 1], z[part + 1]};
 #pragma unroll
             for (int tile = 0; tile < kTokenTiles; ++tile) {
-              if (kPieces<X> == 1 && of_dy) {
-                ptx::mma_bf16(multiplied[row][tile], a, dy_pairs[tile][part], dy_pairs[tile][part + 1]);
+              if constexpr (kPieces<X> == 1) {
+                ptx::mma_bf16(multiplied[row][tile], a, of_dy ? dy_pairs[tile][part] : b[tile][part][0],
+                              of_dy ? dy_pairs[tile][part + 1] : b[tile][part + 1][0]);
                 continue;
               }
 #pragma unroll
@@ -424,25 +483,51 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         };
         constexpr uint32_t kBias = bias_of(kBits) * 0x10001u;
         const uint32_t bias[kParts] = {kBias, kBias, kBias, kBias};
-        if (plain) {  // one branch: more of them between loads and products take a fifth of the time
-          multiply_pairs();
-          add_second(bias, false);
-        } else {
-          if (pairs) {
-            multiply_pairs();
+        Factors<kBits> factors[kParts];
+        if constexpr (kKnown) {
+          uint32_t scale[kParts], shift[kParts];
+          ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + lane / 8 * 16));
+          if constexpr (kScheme == Scheme::kShifted) {
+            ptx::load_matrices(shift, ptx::shared_address(shift_row + n_of_half * 2 + lane / 8 * 16));
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+              const uint32_t codes = *reinterpret_cast<const uint16_t*>(shift_row + n_of_half + part * 8 + 2 * t);
+              shift[part] = byte_permute(codes, shift[part], how.bytes);
+            }
+          }
+          if constexpr (kWeights) {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+              factors[part].scale = scale[part];
+              if constexpr (kScheme == Scheme::kShifted) factors[part].set_shift(shift[part], how);
+            }
           } else {
-            float2 scale[kParts];
-            read_pairs(scale, scale_row, n_of_half + 2 * t, args.scale_dtype);
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
+            for (int part = 0; part < kParts; ++part) {
+              scale[part] = ptx::mul_bf16x2(scale[part], kUpPair);
 #pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile) {
-              float2 y[kParts];
-              read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
-#pragma unroll
-              for (int part = 0; part < kParts; ++part) {
-                split({y[part].x * scale[part].x, y[part].y * scale[part].y}, b[tile][part]);
+              for (int tile = 0; tile < kTokenTiles; ++tile) {
+                b[tile][part][0] = ptx::mul_bf16x2(dy_pairs[tile][part], scale[part]);
               }
+            }
+            if constexpr (kScheme == Scheme::kShifted) {
+              add_second(shift, offsets);
+            } else {
+              add_second(bias, false);
+            }
+          }
+        } else {
+          float2 scale[kParts];
+          read_pairs(scale, scale_row, n_of_half + 2 * t, args.scale_dtype);
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
+#pragma unroll
+          for (int tile = 0; tile < kTokenTiles; ++tile) {
+            float2 y[kParts];
+            read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+              split({y[part].x * scale[part].x, y[part].y * scale[part].y}, b[tile][part]);
             }
           }
           if (shift_size == 0) {
@@ -488,28 +573,25 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         }
 #pragma unroll
         for (int atom = 0; atom < kHalfN / kAtomN; ++atom) {
-          // The words of outputs g and g + 8 of a block of 32 inputs: half a tile, or a whole one.
-          uint4 packed;
 #pragma unroll
           for (int block = row * (kBlocks / kGroups); block < (row + 1) * (kBlocks / kGroups); ++block) {
-            if (kBits == 8 || kGroups > 1 || block % 2 == 0) {
-              const int tile = kBits == 8 ? block : block / 2;
-              packed = reinterpret_cast<const uint4*>(
-                  slot)[(tile * kAtomsPerTile + half * (kHalfN / kAtomN) + atom) * 32 + lane];
-            }
+            // The words of outputs g and g + 8 of a block of 32 inputs: half a tile, or a whole one.
+            const int tile = kBits == 8 ? block : 0;
+            const uint4 words = reinterpret_cast<const uint4*>(
+                slot)[(tile * kAtomsPerTile + half * (kHalfN / kAtomN) + atom) * 32 + lane];
             uint32_t low[4], high[4];  // pairs of outputs 2t, 2t + 1 and 2t + 8, 2t + 9; inputs g + 8i of the block
             if constexpr (kBits == 4) {
-              uint4_to_subnormal(ptx::transpose(block % 2 == 0 ? packed.x : packed.z), low);
-              uint4_to_subnormal(ptx::transpose(block % 2 == 0 ? packed.y : packed.w), high);
+              to_operand(ptx::transpose(block % 2 == 0 ? words.x : words.z), factors[2 * atom], low);
+              to_operand(ptx::transpose(block % 2 == 0 ? words.y : words.w), factors[2 * atom + 1], high);
             } else {
               uint32_t two[2];
-              uint8_to_subnormal(ptx::transpose(packed.x), two);
+              to_operand(ptx::transpose(words.x), factors[2 * atom], two);
               low[0] = two[0], low[1] = two[1];
-              uint8_to_subnormal(ptx::transpose(packed.z), two);
+              to_operand(ptx::transpose(words.z), factors[2 * atom], two);
               low[2] = two[0], low[3] = two[1];
-              uint8_to_subnormal(ptx::transpose(packed.y), two);
+              to_operand(ptx::transpose(words.y), factors[2 * atom + 1], two);
               high[0] = two[0], high[1] = two[1];
-              uint8_to_subnormal(ptx::transpose(packed.w), two);
+              to_operand(ptx::transpose(words.w), factors[2 * atom + 1], two);
               high[2] = two[0], high[3] = two[1];
             }
 #pragma unroll
@@ -517,6 +599,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
               const uint32_t a[4] = {low[2 * step], low[2 * step + 1], high[2 * step], high[2 * step + 1]};
 #pragma unroll
               for (int tile = 0; tile < kTokenTiles; ++tile) {
+                if constexpr (kWeights) {
+                  ptx::mma_f16(acc[block * kSteps + step][tile], a, dy_pairs[tile][2 * atom],
+                               dy_pairs[tile][2 * atom + 1]);
+                  continue;
+                }
 #pragma unroll
                 for (int piece = 0; piece < kPieces<X>; ++piece) {
                   ptx::mma_bf16(acc[block * kSteps + step][tile], a, b[tile][2 * atom][piece],
@@ -541,9 +628,10 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
     for (int row = 0; row < kGroups; ++row) {
-      float second_sum[2];
+      float second_sum[2] = {};
       const float factor = second == Second::kCodes ? kUnscale : offsets ? -1.f : kDown;
-      if (second != Second::kAdded) {
+      if (kWeights) {  // nothing left to subtract
+      } else if (kKnown || second != Second::kAdded) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) second_sum[i] = multiplied[row][tile][i] * factor;
       } else {
@@ -559,7 +647,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // Inputs g + 8 are the odd nibbles of four-bit words, whose masks leave them 16 times as large.
-          const float unscale = kBits == 4 && i / 2 == 1 ? kUnscale / 16 : kUnscale;
+          const float unscale = kWeights ? 1.f : kBits == 4 && i / 2 == 1 ? kUnscale / 16 : kUnscale;
           partial[(tile * 8 + 2 * t + i % 2) * kPartialStride + at * 16 + i / 2 * 8 + g] =
               fmaf(acc[at][tile][i], unscale, -second_sum[i % 2]);
         }
@@ -635,7 +723,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
 #endif
 }
 
-template <typename X, int kBits, int kTokenTiles, int kGroups, typename Tokens>
+template <typename X, int kBits, int kTokenTiles, int kGroups, Scheme kScheme, typename Tokens>
 cudaError_t launch_instance(Params params, Tokens source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
@@ -672,14 +760,31 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   shape.threads = config.warps * 32;
   shape.cluster = config.cluster;
   shape.shared_bytes = params.received_at + received + plan_bytes;
-  return launch_kernel(transposed_stream_matmul<X, kBits, kTokenTiles, kGroups, Tokens>, shape, stream, params, source);
+  return launch_kernel(transposed_stream_matmul<X, kBits, kTokenTiles, kGroups, kScheme, Tokens>, shape, stream, params,
+                       source);
 }
 
 template <typename X, int kBits, typename Tokens>
 cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
+  const MatmulArgs& args = params.args;
+  const bool known = args.scale_dtype == args.x_dtype;
+  const auto launch_scheme = [&](auto tiles, auto scheme) {
+    return params.log2_group_blocks == 0
+               ? launch_instance<X, kBits, tiles.value, 2, scheme.value>(params, source, config, stream)
+               : launch_instance<X, kBits, tiles.value, 1, scheme.value>(params, source, config, stream);
+  };
   const auto launch = [&](auto tiles) {
-    return params.log2_group_blocks == 0 ? launch_instance<X, kBits, tiles.value, 2>(params, source, config, stream)
-                                         : launch_instance<X, kBits, tiles.value, 1>(params, source, config, stream);
+    if constexpr (sizeof(X) == 2) {
+      if (known && args.shift_mode == ShiftMode::kNone) {
+        return launch_scheme(tiles, std::integral_constant<Scheme, Scheme::kSymmetric>{});
+      }
+      if constexpr (tiles.value <= 2) {
+        if (known && (args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype)) {
+          return launch_scheme(tiles, std::integral_constant<Scheme, Scheme::kShifted>{});
+        }
+      }
+    }
+    return launch_scheme(tiles, std::integral_constant<Scheme, Scheme::kAny>{});
   };
   switch (config.token_tiles) {
     case 1:
@@ -702,7 +807,6 @@ cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Con
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 8 : element_size(args.shift_dtype);
   params.copies =
       args.n * element_size(args.scale_dtype) % 8 == 0 && args.n * shift_size % 8 == 0 && args.n * sizeof(X) % 16 == 0;
-  params.pairs = kPieces<X> == 1 && args.scale_dtype == DType::kBF16;
   const bool zeros = args.shift_mode == ShiftMode::kZeros, numbers = args.shift_dtype == DType::kBF16;
   params.second = args.shift_mode == ShiftMode::kNone || (zeros && args.shift_dtype == DType::kU8) ? Second::kCodes
                   : numbers && (zeros || kPieces<X> == 1)                                          ? Second::kNumbers
