@@ -59,7 +59,7 @@ struct Params {
   int log2_group_blocks;         // group size = 32 << this; -1: one scale per output
   bool copies;  // whether rows of dy are aligned for copies of 16 bytes, those of scales and shift for 8
   Second second;
-  int slot_bytes;    // weights, kGroups rows of scales and of shift, dy
+  int slot_bytes;    // weights, dy, kGroups rows of scales and of shift
   int warp_bytes;    // a warp's ring, and later its partial sums
   int received_at;   // in shared memory: a barrier, then what the other CTAs of the cluster have summed
   int owned_tokens;  // that a CTA of the cluster finishes at most
@@ -273,16 +273,18 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   const int scale_size = kKnown ? 2 : element_size(args.scale_dtype);
   const int shift_size =
       kScheme == Scheme::kSymmetric || args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-  const int shift_at = kWeightBytes + kGroups * kStageN * scale_size;
-  const int dy_at = shift_at + kGroups * kStageN * shift_size;
+  constexpr int dy_at = kWeightBytes, scales_at = dy_at + kTokens * kTokenBytes;  // in a slot
+  const int shift_at = scales_at + kGroups * kStageN * scale_size;
 
   // This warp's run of stages; neighbouring runs are of different CTAs, so that those have as much to do.
   const int run = warp * static_cast<int>(params.cluster.divisor) + rank;
   const int first_stage = run * params.stages_each + min(run, params.stages_more);
   const int stage_count = params.stages_each + (run < params.stages_more);
   const int64_t first_n = static_cast<int64_t>(first_stage) * kStageN;
-  uint8_t* const ring = shared + warp * params.warp_bytes;
-  uint8_t* const ring_end = ring + params.depth * params.slot_bytes;
+  uint8_t* const ring = static_cast<uint8_t*>(
+      __cvta_shared_to_generic(ptx::kept(static_cast<int>(ptx::shared_address(shared + warp * params.warp_bytes)))));
+  const int lane_bytes = ptx::kept(lane * 16);
+  const int ring_bytes = ptx::kept(params.depth * params.slot_bytes);
 
   // What this lane copies next: its words of the stage, its 16 bytes of some tokens, its 8 bytes of rows of scales.
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(kBits)));
@@ -297,16 +299,18 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   const auto dy_of_copy = [&](int copy, int64_t n) {
     return dy + dy_row_of(min(copy * kCopyTokens + copy_token, tokens - 1)) * args.n + n;
   };
-  const X* next_dy[kCopies];
+  constexpr int kRowPointers = Tokens::kRagged ? kCopies : 1;  // of rows that do not follow each other
+  const X* next_dy[kRowPointers];
 #pragma unroll
-  for (int copy = 0; copy < kCopies; ++copy) next_dy[copy] = dy_of_copy(copy, first_n);
-  const int copy_to_dy = dy_at + copy_token * kTokenBytes + copy_n * static_cast<int>(sizeof(X));
+  for (int copy = 0; copy < kRowPointers; ++copy) next_dy[copy] = dy_of_copy(copy, first_n);
+  const int copy_to_dy = ptx::kept(dy_at + copy_token * kTokenBytes + copy_n * static_cast<int>(sizeof(X)));
+  const int copies = ptx::kept((tokens - copy_token + kCopyTokens - 1) / kCopyTokens);
   // The strip's rows of scales; where it ends beyond the last group, that one again.
   const auto group_of = [&](int row) {
     const int block = strip * kBlocks + row;
     return params.log2_group_blocks < 0 ? 0 : min(block >> params.log2_group_blocks, static_cast<int>(args.groups) - 1);
   };
-  const auto scales_at = [&](int row, int64_t n) {
+  const auto scales_of = [&](int row, int64_t n) {
     return static_cast<const uint8_t*>(args.scales) +
            (batch * args.scales_batch_stride + group_of(row) * args.n + n) * scale_size;
   };
@@ -315,8 +319,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
            (batch * args.shift_batch_stride + group_of(row) * args.n + n) * shift_size;
   };
   const uint8_t* next_row[kRowCopies];
-  int row_step[kRowCopies], copy_to_row[kRowCopies];
-  bool copies_row[kRowCopies];
+  int row_step[kRowCopies], copy_to_row[kRowCopies], copies_row[kRowCopies];
 #pragma unroll
   for (int copy = 0; copy < kRowCopies; ++copy) {
     const int part = kKnown ? lane / 16 : 0;  // of the lanes
@@ -324,14 +327,16 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     const bool of_shift = kKnown && kGroups == 1 ? part == 1 : copy >= kRowCopies / 2 && kRowCopies > 1;
     const int row = kGroups == 1 ? 0 : kKnown ? part : copy % 2;
     const int size = of_shift ? shift_size : scale_size;
-    next_row[copy] = (of_shift ? shift_of(row, first_n) : scales_at(row, first_n)) + at;
-    row_step[copy] = kStageN * size;
-    copy_to_row[copy] = (of_shift ? shift_at : kWeightBytes) + row * kStageN * size + at;
-    copies_row[copy] = at < kStageN * size;
+    next_row[copy] = (of_shift ? shift_of(row, first_n) : scales_of(row, first_n)) + at;
+    row_step[copy] = ptx::kept(kStageN * size);
+    copy_to_row[copy] = ptx::kept((of_shift ? shift_at : scales_at) + row * kStageN * size + at);
+    copies_row[copy] = ptx::kept(at < kStageN * size);
   }
   int to_fetch = stage_count;
   // How many stages from the last on are not copied: rows are not aligned, or end before the stage does.
-  const int elementwise = !params.copies ? stage_count : first_n + int64_t{stage_count} * kStageN > args.n ? 1 : 0;
+  const int elementwise = ptx::kept(!params.copies                                      ? stage_count
+                                    : first_n + int64_t{stage_count} * kStageN > args.n ? 1
+                                                                                        : 0);
 
   const auto fetch_elements = [&](uint8_t* slot) {
     const int64_t n = first_n + (stage_count - to_fetch) * kStageN;
@@ -347,7 +352,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     };
 #pragma unroll 1
     for (int row = 0; row < kGroups; ++row) {
-      copy_row(slot + kWeightBytes + row * kStageN * scale_size, scales_at(row, n), scale_size);
+      copy_row(slot + scales_at + row * kStageN * scale_size, scales_of(row, n), scale_size);
       copy_row(slot + shift_at + row * kStageN * shift_size, shift_of(row, n), shift_size);
     }
   };
@@ -357,8 +362,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
         for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-          if (tile < tiles) {  // what lies in the slot otherwise meets inputs that nobody stores
-            ptx::cp_async_16(slot + ((tile * kAtomsPerTile + atom) * 32 + lane) * 16,
+          if (kTiles == 1 || tile < tiles) {  // what lies in the slot otherwise meets inputs that nobody stores
+            ptx::cp_async_16(slot + lane_bytes + (tile * kAtomsPerTile + atom) * kAtomWords * 4,
                              next_words + tile * kTileWords + atom * kAtomWords);
           }
         }
@@ -366,29 +371,27 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       if (to_fetch > elementwise) {
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
-          if (copy * kCopyTokens + copy_token < tokens) {
-            ptx::cp_async_16(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes, next_dy[copy]);
+          if (copy < copies) {
+            ptx::cp_async_16(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes,
+                             Tokens::kRagged ? next_dy[copy % kRowPointers] : next_dy[0] + copy * kCopyTokens * args.n);
           }
         }
 #pragma unroll
         for (int copy = 0; copy < kRowCopies; ++copy) {
-          if (copies_row[copy]) ptx::cp_async_8(slot + copy_to_row[copy], next_row[copy]);
+          if (copies_row[copy] != 0) ptx::cp_async_8(slot + copy_to_row[copy], next_row[copy]);
         }
       } else {
         fetch_elements(slot);
       }
       next_words += k_tiles * kTileWords;
 #pragma unroll
-      for (int copy = 0; copy < kCopies; ++copy) next_dy[copy] += kStageN;
+      for (int copy = 0; copy < kRowPointers; ++copy) next_dy[copy] += kStageN;
 #pragma unroll
       for (int copy = 0; copy < kRowCopies; ++copy) next_row[copy] += row_step[copy];
       --to_fetch;
     }
     ptx::cp_async_commit();
   };
-
-#pragma unroll 1
-  for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * params.slot_bytes);
 
 #if __CUDA_ARCH__ >= 900
   // A token's sums are finished by the CTA of rank token % cluster; the others send it theirs.
@@ -435,32 +438,39 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       read_pairs(y, slot + dy_at + (tile * 8 + g) * kTokenBytes, first + 2 * t, kTypeOf<X>);
     }
   };
-  uint8_t* slot = ring;
-  uint8_t* free_slot = ring_end - params.slot_bytes;
+  const int matrix_row = ptx::kept(lane / 8 * 16), dy_row = ptx::kept(lane % 8 * kTokenBytes + lane / 8 * 16);
+  const auto after = [&](int slot) { return slot + params.slot_bytes == ring_bytes ? 0 : slot + params.slot_bytes; };
+  int slot_at = 0, free_at = 0;  // in the ring
 #pragma unroll 1
-  for (int stage = 0; stage < stage_count; ++stage) {
-    if (params.depth > 3) {
-      params.depth == 4 ? ptx::cp_async_wait<2>() : ptx::cp_async_wait<3>();
-    } else {
-      params.depth == 2 ? ptx::cp_async_wait<0>() : ptx::cp_async_wait<1>();
+  for (int stage = 1 - params.depth; stage < stage_count; ++stage) {
+    if (stage >= 0) {
+      if (params.depth > 3) {
+        params.depth == 4 ? ptx::cp_async_wait<2>() : ptx::cp_async_wait<3>();
+      } else {
+        params.depth == 2 ? ptx::cp_async_wait<0>() : ptx::cp_async_wait<1>();
+      }
+      __syncwarp();
     }
-    __syncwarp();
-    fetch(free_slot);
+    fetch(ring + free_at);
+    free_at = after(free_at);
+    if (stage < 0) continue;
+    const uint8_t* const slot = ring + slot_at;
+    slot_at = after(slot_at);
 #pragma unroll
     for (int half = 0; half < kStageN / kHalfN; ++half) {
       uint32_t dy_pairs[kTokenTiles][kParts];  // token g, outputs 2t and 2t + 1 of a part
       if constexpr (sizeof(X) == 2) {
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; ++tile) {
-          ptx::load_matrices(dy_pairs[tile], ptx::shared_address(slot + dy_at + (tile * 8 + lane % 8) * kTokenBytes +
-                                                                 half * kHalfN * 2 + lane / 8 * 16));
+          ptx::load_matrices(dy_pairs[tile],
+                             ptx::shared_address(slot + dy_row + dy_at + tile * 8 * kTokenBytes + half * kHalfN * 2));
         }
       }
 #pragma unroll
       for (int row = 0; row < kGroups; ++row) {
         uint32_t b[kTokenTiles][kParts][kPieces<X>];
         const int n_of_half = half * kHalfN;
-        const uint8_t* const scale_row = slot + kWeightBytes + row * kStageN * scale_size;
+        const uint8_t* const scale_row = slot + scales_at + row * kStageN * scale_size;
         const uint8_t* const shift_row = slot + shift_at + row * kStageN * shift_size;
         // Of zeros that are the same for all inputs.
         const auto add_second = [&](const uint32_t (&z)[kParts], bool of_dy) {
@@ -486,9 +496,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         Factors<kBits> factors[kParts];
         if constexpr (kKnown) {
           uint32_t scale[kParts], shift[kParts];
-          ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + lane / 8 * 16));
+          ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + matrix_row));
           if constexpr (kScheme == Scheme::kShifted) {
-            ptx::load_matrices(shift, ptx::shared_address(shift_row + n_of_half * 2 + lane / 8 * 16));
+            ptx::load_matrices(shift, ptx::shared_address(shift_row + n_of_half * 2 + matrix_row));
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
               const uint32_t codes = *reinterpret_cast<const uint16_t*>(shift_row + n_of_half + part * 8 + 2 * t);
@@ -560,7 +570,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
           } else {
             uint32_t z[kParts];
             if (second == Second::kNumbers) {
-              ptx::load_matrices(z, ptx::shared_address(shift_row + n_of_half * 2 + lane / 8 * 16));
+              ptx::load_matrices(z, ptx::shared_address(shift_row + n_of_half * 2 + matrix_row));
             } else {
 #pragma unroll
               for (int part = 0; part < kParts; ++part) {
@@ -577,8 +587,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
           for (int block = row * (kBlocks / kGroups); block < (row + 1) * (kBlocks / kGroups); ++block) {
             // The words of outputs g and g + 8 of a block of 32 inputs: half a tile, or a whole one.
             const int tile = kBits == 8 ? block : 0;
-            const uint4 words = reinterpret_cast<const uint4*>(
-                slot)[(tile * kAtomsPerTile + half * (kHalfN / kAtomN) + atom) * 32 + lane];
+            const uint4 words = *reinterpret_cast<const uint4*>(
+                slot + lane_bytes + (tile * kAtomsPerTile + half * (kHalfN / kAtomN) + atom) * kAtomWords * 4);
             uint32_t low[4], high[4];  // pairs of outputs 2t, 2t + 1 and 2t + 8, 2t + 9; inputs g + 8i of the block
             if constexpr (kBits == 4) {
               to_operand(ptx::transpose(block % 2 == 0 ? words.x : words.z), factors[2 * atom], low);
@@ -615,9 +625,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         }
       }
     }
-    free_slot = slot;
-    slot += params.slot_bytes;
-    if (slot == ring_end) slot = ring;
   }
 
   // Partial sums: warps of the CTA in order, then CTAs of the cluster in order.

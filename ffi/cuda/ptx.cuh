@@ -11,6 +11,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same number, of which the compiler does not know how it was made: it stays in a register, where it would be made
+// again at every use.
+__device__ __forceinline__ int kept(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // By address, for addresses that arithmetic has made.
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t value;
