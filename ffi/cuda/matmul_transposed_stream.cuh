@@ -279,12 +279,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   // This warp's run of stages; neighbouring runs are of different CTAs, so that those have as much to do.
   const int run = warp * static_cast<int>(params.cluster.divisor) + rank;
   const int first_stage = run * params.stages_each + min(run, params.stages_more);
-  const int stage_count = params.stages_each + (run < params.stages_more);
+  const int stage_count = ptx::kept(params.stages_each + (run < params.stages_more));
   const int64_t first_n = static_cast<int64_t>(first_stage) * kStageN;
   uint8_t* const ring = static_cast<uint8_t*>(
       __cvta_shared_to_generic(ptx::kept(static_cast<int>(ptx::shared_address(shared + warp * params.warp_bytes)))));
   const int lane_bytes = ptx::kept(lane * 16);
-  const int ring_bytes = ptx::kept(params.depth * params.slot_bytes);
+  const int slot_bytes = ptx::kept(params.slot_bytes), ring_bytes = ptx::kept(params.depth * params.slot_bytes);
 
   // What this lane copies next: its words of the stage, its 16 bytes of some tokens, its 8 bytes of rows of scales.
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(kBits)));
@@ -303,6 +303,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   const X* next_dy[kRowPointers];
 #pragma unroll
   for (int copy = 0; copy < kRowPointers; ++copy) next_dy[copy] = dy_of_copy(copy, first_n);
+  const int64_t to_next_dy = Tokens::kRagged ? 0 : ptx::kept(kCopyTokens * args.n);
   const int copy_to_dy = ptx::kept(dy_at + copy_token * kTokenBytes + copy_n * static_cast<int>(sizeof(X)));
   const int copies = ptx::kept((tokens - copy_token + kCopyTokens - 1) / kCopyTokens);
   // The strip's rows of scales; where it ends beyond the last group, that one again.
@@ -310,13 +311,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     const int block = strip * kBlocks + row;
     return params.log2_group_blocks < 0 ? 0 : min(block >> params.log2_group_blocks, static_cast<int>(args.groups) - 1);
   };
-  const auto scales_of = [&](int row, int64_t n) {
-    return static_cast<const uint8_t*>(args.scales) +
-           (batch * args.scales_batch_stride + group_of(row) * args.n + n) * scale_size;
-  };
-  const auto shift_of = [&](int row, int64_t n) {
-    return static_cast<const uint8_t*>(args.shift) +
-           (batch * args.shift_batch_stride + group_of(row) * args.n + n) * shift_size;
+  // By selections, where lanes copy of both.
+  const auto row_at = [&](bool of_shift, int row, int64_t n) {
+    const int64_t stride = of_shift ? args.shift_batch_stride : args.scales_batch_stride;
+    return static_cast<const uint8_t*>(of_shift ? args.shift : args.scales) +
+           (batch * stride + group_of(row) * args.n + n) * (of_shift ? shift_size : scale_size);
   };
   const uint8_t* next_row[kRowCopies];
   int row_step[kRowCopies], copy_to_row[kRowCopies], copies_row[kRowCopies];
@@ -324,13 +323,13 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   for (int copy = 0; copy < kRowCopies; ++copy) {
     const int part = kKnown ? lane / 16 : 0;  // of the lanes
     const int at = (kKnown ? lane % 16 : lane) * 8;
-    const bool of_shift = kKnown && kGroups == 1 ? part == 1 : copy >= kRowCopies / 2 && kRowCopies > 1;
+    const bool of_shift = kRowCopies > 1 ? copy >= kRowCopies / 2 : kScheme == Scheme::kShifted && part == 1;
     const int row = kGroups == 1 ? 0 : kKnown ? part : copy % 2;
     const int size = of_shift ? shift_size : scale_size;
-    next_row[copy] = (of_shift ? shift_of(row, first_n) : scales_of(row, first_n)) + at;
+    next_row[copy] = row_at(of_shift, row, first_n) + at;
     row_step[copy] = ptx::kept(kStageN * size);
     copy_to_row[copy] = ptx::kept((of_shift ? shift_at : scales_at) + row * kStageN * size + at);
-    copies_row[copy] = ptx::kept(at < kStageN * size);
+    copies_row[copy] = ptx::kept(at < kStageN * size && (kGroups > 1 || !kKnown || of_shift || part == 0));
   }
   int to_fetch = stage_count;
   // How many stages from the last on are not copied: rows are not aligned, or end before the stage does.
@@ -352,8 +351,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     };
 #pragma unroll 1
     for (int row = 0; row < kGroups; ++row) {
-      copy_row(slot + scales_at + row * kStageN * scale_size, scales_of(row, n), scale_size);
-      copy_row(slot + shift_at + row * kStageN * shift_size, shift_of(row, n), shift_size);
+      copy_row(slot + scales_at + row * kStageN * scale_size, row_at(false, row, n), scale_size);
+      copy_row(slot + shift_at + row * kStageN * shift_size, row_at(true, row, n), shift_size);
     }
   };
   const auto fetch = [&](uint8_t* slot) {
@@ -373,7 +372,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         for (int copy = 0; copy < kCopies; ++copy) {
           if (copy < copies) {
             ptx::cp_async_16(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes,
-                             Tokens::kRagged ? next_dy[copy % kRowPointers] : next_dy[0] + copy * kCopyTokens * args.n);
+                             Tokens::kRagged ? next_dy[copy % kRowPointers] : next_dy[0] + copy * to_next_dy);
           }
         }
 #pragma unroll
@@ -392,6 +391,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     }
     ptx::cp_async_commit();
   };
+
+#pragma unroll 1
+  for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * slot_bytes);
 
 #if __CUDA_ARCH__ >= 900
   // A token's sums are finished by the CTA of rank token % cluster; the others send it theirs.
@@ -412,6 +414,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   float multiplied[kGroups][kTokenTiles][4] = {};    // the same of tokens 2t and 2t + 1 and all outputs of the warp
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
   const Second second = kScheme == Scheme::kSymmetric ? Second::kCodes : params.second;
+  uint32_t bias[4];  // an operand
+#pragma unroll
+  for (uint32_t& pair : bias) pair = ptx::kept(bias_of(kBits) * 0x10001);
   const Shifts how(second == Second::kCodes, offsets);
   // The pairs of a word of codes as an operand: as they are, or as weights.
   const auto to_operand = [](uint32_t word, const auto& factors, auto& to) {
@@ -439,23 +444,21 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     }
   };
   const int matrix_row = ptx::kept(lane / 8 * 16), dy_row = ptx::kept(lane % 8 * kTokenBytes + lane / 8 * 16);
-  const auto after = [&](int slot) { return slot + params.slot_bytes == ring_bytes ? 0 : slot + params.slot_bytes; };
-  int slot_at = 0, free_at = 0;  // in the ring
+  // Where there are codes the scales are read beside them.
+  const int numbers_at = ptx::kept(second == Second::kCodes ? scales_at : shift_at);
+  int slot_at = 0, free_at = ring_bytes - slot_bytes;
 #pragma unroll 1
-  for (int stage = 1 - params.depth; stage < stage_count; ++stage) {
-    if (stage >= 0) {
-      if (params.depth > 3) {
-        params.depth == 4 ? ptx::cp_async_wait<2>() : ptx::cp_async_wait<3>();
-      } else {
-        params.depth == 2 ? ptx::cp_async_wait<0>() : ptx::cp_async_wait<1>();
-      }
-      __syncwarp();
+  for (int stage = 0; stage < stage_count; ++stage) {
+    if (params.depth > 3) {
+      params.depth == 4 ? ptx::cp_async_wait<2>() : ptx::cp_async_wait<3>();
+    } else {
+      params.depth == 2 ? ptx::cp_async_wait<0>() : ptx::cp_async_wait<1>();
     }
+    __syncwarp();
     fetch(ring + free_at);
-    free_at = after(free_at);
-    if (stage < 0) continue;
     const uint8_t* const slot = ring + slot_at;
-    slot_at = after(slot_at);
+    free_at = slot_at;
+    slot_at = slot_at + slot_bytes == ring_bytes ? 0 : slot_at + slot_bytes;
 #pragma unroll
     for (int half = 0; half < kStageN / kHalfN; ++half) {
       uint32_t dy_pairs[kTokenTiles][kParts];  // token g, outputs 2t and 2t + 1 of a part
@@ -472,18 +475,14 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         const int n_of_half = half * kHalfN;
         const uint8_t* const scale_row = slot + scales_at + row * kStageN * scale_size;
         const uint8_t* const shift_row = slot + shift_at + row * kStageN * shift_size;
-        // Of zeros that are the same for all inputs.
-        const auto add_second = [&](const uint32_t (&z)[kParts], bool of_dy) {
+        // Of zeros that are the same for all inputs, and of those that are for all outputs too.
+        const auto add_product = [&](const uint32_t (&a)[4], int part, bool of_dy) {
 #pragma unroll
-          for (int part = 0; part < kParts; part += 2) {
-            const uint32_t a[4] = {z[part], z[part], z[part + 1], z[part + 1]};
-#pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile) {
-              if constexpr (kPieces<X> == 1) {
-                ptx::mma_bf16(multiplied[row][tile], a, of_dy ? dy_pairs[tile][part] : b[tile][part][0],
-                              of_dy ? dy_pairs[tile][part + 1] : b[tile][part + 1][0]);
-                continue;
-              }
+          for (int tile = 0; tile < kTokenTiles; ++tile) {
+            if constexpr (kPieces<X> == 1) {
+              ptx::mma_bf16(multiplied[row][tile], a, of_dy ? dy_pairs[tile][part] : b[tile][part][0],
+                            of_dy ? dy_pairs[tile][part + 1] : b[tile][part + 1][0]);
+            } else {
 #pragma unroll
               for (int piece = 0; piece < kPieces<X>; ++piece) {
                 ptx::mma_bf16(multiplied[row][tile], a, b[tile][part][piece], b[tile][part + 1][piece]);
@@ -491,14 +490,23 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
             }
           }
         };
-        constexpr uint32_t kBias = bias_of(kBits) * 0x10001u;
-        const uint32_t bias[kParts] = {kBias, kBias, kBias, kBias};
+        const auto add_second = [&](const uint32_t (&z)[kParts], bool of_dy) {
+#pragma unroll
+          for (int part = 0; part < kParts; part += 2) {
+            add_product({z[part], z[part], z[part + 1], z[part + 1]}, part, of_dy);
+          }
+        };
+        const auto add_bias = [&] {
+#pragma unroll
+          for (int part = 0; part < kParts; part += 2) add_product(bias, part, false);
+        };
         Factors<kBits> factors[kParts];
         if constexpr (kKnown) {
           uint32_t scale[kParts], shift[kParts];
           ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + matrix_row));
           if constexpr (kScheme == Scheme::kShifted) {
-            ptx::load_matrices(shift, ptx::shared_address(shift_row + n_of_half * 2 + matrix_row));
+            ptx::load_matrices(shift,
+                               ptx::shared_address(slot + numbers_at + row * kStageN * 2 + n_of_half * 2 + matrix_row));
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
               const uint32_t codes = *reinterpret_cast<const uint16_t*>(shift_row + n_of_half + part * 8 + 2 * t);
@@ -523,7 +531,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
             if constexpr (kScheme == Scheme::kShifted) {
               add_second(shift, offsets);
             } else {
-              add_second(bias, false);
+              add_bias();
             }
           }
         } else {
@@ -541,7 +549,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
             }
           }
           if (shift_size == 0) {
-            add_second(bias, false);
+            add_bias();
           } else if (second == Second::kAdded) {
             float2 z[kParts];
             read_pairs(z, shift_row, n_of_half + 2 * t, args.shift_dtype);
@@ -663,22 +671,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   }
   __syncthreads();
   constexpr int kQuads = kStripK / 4;
-  const auto store = [&](int token, int quad, const float4& sum) {
-    float values[4] = {sum.x, sum.y, sum.z, sum.w};
-    const int64_t k = k0 + quad * 4;
-    if (k >= args.k) return;
-    if (!(fabsf(sum.x) < INFINITY && fabsf(sum.y) < INFINITY && fabsf(sum.z) < INFINITY && fabsf(sum.w) < INFINITY)) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (!(fabsf(values[i]) < INFINITY) && k + i < args.k) {
-          values[i] = exact_sum_transposed(args, batch, dy_row_of(token), k + i);
-        }
-      }
-    }
-    store4(args.y, (batch * args.m + row_of(token)) * args.k, k, args.k, values, args.y_dtype);
-  };
   const auto add = [](float4& sum, const float4& more) {
     sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+  };
+  const auto sum_of_warps = [&](int token, int quad) {
+    const uint8_t* const at = shared + (token * kPartialStride + quad * 4) * 4;
+    float4 sum = *reinterpret_cast<const float4*>(at);
+#pragma unroll 4
+    for (int w = 1; w < warps; ++w) add(sum, *reinterpret_cast<const float4*>(at + w * params.warp_bytes));
+    return sum;
   };
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) {
@@ -688,46 +689,48 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       ptx::barrier_expect(received_barrier, (cluster - 1) * own_tokens * kStripK * 4);
     }
     ptx::cluster_wait();
-  }
-#endif
-  for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
-    const int token = i / kQuads, quad = i % kQuads;
-    const int at = (token * kPartialStride + quad * 4) * 4;
-    float4 sum = *reinterpret_cast<const float4*>(shared + at);
-#pragma unroll 4
-    for (int w = 1; w < warps; ++w) add(sum, *reinterpret_cast<const float4*>(shared + w * params.warp_bytes + at));
-#if __CUDA_ARCH__ >= 900
-    if (cluster > 1) {
-      int owner;
-      const int of_owner = params.cluster.divide(token, &owner);
-      if (owner == rank) {
-        *reinterpret_cast<float4*>(shared + at) = sum;  // nobody else reads it
-      } else {
-        ptx::store_async_at_rank(received + (rank * params.owned_tokens + of_owner) * kQuads + quad, sum,
-                                 received_barrier, owner);
-      }
-      continue;
-    }
-#endif
-    store(token, quad, sum);
-  }
-#if __CUDA_ARCH__ >= 900
-  if (cluster > 1) {
     for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
       const int token = i / kQuads, quad = i % kQuads;
       int owner;
       const int of_owner = params.cluster.divide(token, &owner);
-      if (owner != rank) continue;
-      ptx::barrier_wait(received_barrier, 0);
-      const float4 own = *reinterpret_cast<const float4*>(shared + (token * kPartialStride + quad * 4) * 4);
-      float4 sum = {};
-      for (int from = 0; from < cluster; ++from) {
-        add(sum, from == rank ? own : received[(from * params.owned_tokens + of_owner) * kQuads + quad]);
-      }
-      store(token, quad, sum);
+      if (owner == rank) continue;
+      ptx::store_async_at_rank(received + (rank * params.owned_tokens + of_owner) * kQuads + quad,
+                               sum_of_warps(token, quad), received_barrier, owner);
     }
   }
 #endif
+  for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
+    const int token = i / kQuads, quad = i % kQuads;
+    float4 sum;
+#if __CUDA_ARCH__ >= 900
+    if (cluster > 1) {
+      int owner;
+      const int of_owner = params.cluster.divide(token, &owner);
+      if (owner != rank) continue;
+      const float4 own = sum_of_warps(token, quad);
+      sum = {};
+      ptx::barrier_wait(received_barrier, 0);
+      for (int from = 0; from < cluster; ++from) {
+        add(sum, from == rank ? own : received[(from * params.owned_tokens + of_owner) * kQuads + quad]);
+      }
+    } else
+#endif
+    {
+      sum = sum_of_warps(token, quad);
+    }
+    float values[4] = {sum.x, sum.y, sum.z, sum.w};
+    const int64_t k = k0 + quad * 4;
+    if (k >= args.k) continue;
+    if (!(fabsf(sum.x) < INFINITY && fabsf(sum.y) < INFINITY && fabsf(sum.z) < INFINITY && fabsf(sum.w) < INFINITY)) {
+#pragma unroll
+      for (int of_quad = 0; of_quad < 4; ++of_quad) {
+        if (!(fabsf(values[of_quad]) < INFINITY) && k + of_quad < args.k) {
+          values[of_quad] = exact_sum_transposed(args, batch, dy_row_of(token), k + of_quad);
+        }
+      }
+    }
+    store4(args.y, (batch * args.m + row_of(token)) * args.k, k, args.k, values, args.y_dtype);
+  }
 }
 
 template <typename X, int kBits, int kTokenTiles, int kGroups, Scheme kScheme, typename Tokens>
@@ -774,24 +777,30 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
 template <typename X, int kBits, typename Tokens>
 cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
-  const bool known = args.scale_dtype == args.x_dtype;
-  const auto launch_scheme = [&](auto tiles, auto scheme) {
-    return params.log2_group_blocks == 0
-               ? launch_instance<X, kBits, tiles.value, 2, scheme.value>(params, source, config, stream)
-               : launch_instance<X, kBits, tiles.value, 1, scheme.value>(params, source, config, stream);
-  };
+  const bool groups_of_32 = params.log2_group_blocks == 0;
   const auto launch = [&](auto tiles) {
+    constexpr int kTiles = tiles.value;
     if constexpr (sizeof(X) == 2) {
-      if (known && args.shift_mode == ShiftMode::kNone) {
-        return launch_scheme(tiles, std::integral_constant<Scheme, Scheme::kSymmetric>{});
+      const bool known = args.scale_dtype == args.x_dtype;
+      if (known && args.shift_mode == ShiftMode::kNone && !(kTiles > 2 && groups_of_32)) {
+        if constexpr (kTiles <= 2) {
+          if (groups_of_32) {
+            return launch_instance<X, kBits, kTiles, 2, Scheme::kSymmetric>(params, source, config, stream);
+          }
+        }
+        return launch_instance<X, kBits, kTiles, 1, Scheme::kSymmetric>(params, source, config, stream);
       }
-      if constexpr (tiles.value <= 2) {
+      if constexpr (kTiles <= 2 && !Tokens::kRagged) {
         if (known && (args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype)) {
-          return launch_scheme(tiles, std::integral_constant<Scheme, Scheme::kShifted>{});
+          return groups_of_32 ? launch_instance<X, kBits, kTiles, 2, Scheme::kShifted>(params, source, config, stream)
+                              : launch_instance<X, kBits, kTiles, 1, Scheme::kShifted>(params, source, config, stream);
         }
       }
     }
-    return launch_scheme(tiles, std::integral_constant<Scheme, Scheme::kAny>{});
+    if constexpr (sizeof(X) == 4) {
+      if (!groups_of_32) return launch_instance<X, kBits, kTiles, 1, Scheme::kAny>(params, source, config, stream);
+    }
+    return launch_instance<X, kBits, kTiles, 2, Scheme::kAny>(params, source, config, stream);
   };
   switch (config.token_tiles) {
     case 1:

@@ -17,6 +17,10 @@ __device__ __forceinline__ int kept(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+__device__ __forceinline__ int64_t kept(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
 
 // By address, for addresses that arithmetic has made.
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
