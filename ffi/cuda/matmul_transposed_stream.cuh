@@ -166,7 +166,7 @@ struct Shifts {
   uint32_t base, times, plus, of_rest, scaled, as_it_is;  // of fp16 factors
 
   __device__ Shifts(bool codes, bool offsets) {
-    bytes = codes ? 0x2120u : 0x7654u;
+    bytes = ptx::kept(codes ? 0x2120 : 0x7654);
     base = codes ? 0x64006400u : 0u;  // 1024
     times = offsets ? 0u : kMinusOne;
     plus = codes ? kNothing : 0xe400e400u;  // -1024
@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   float acc[kBlocks * kSteps][kTokenTiles][4] = {};  // inputs g and g + 8 of a step, tokens 2t and 2t + 1
   float shifted[kGroups][kTokenTiles] = {};          // token g, this lane's outputs: the second sum
   float multiplied[kGroups][kTokenTiles][4] = {};    // the same of tokens 2t and 2t + 1 and all outputs of the warp
-  const bool offsets = args.shift_mode == ShiftMode::kOffsets;
+  const bool offsets = ptx::kept(args.shift_mode == ShiftMode::kOffsets) != 0;
   const Second second = kScheme == Scheme::kSymmetric ? Second::kCodes : params.second;
   uint32_t bias[4];  // an operand
 #pragma unroll
@@ -445,7 +445,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   };
   const int matrix_row = ptx::kept(lane / 8 * 16), dy_row = ptx::kept(lane % 8 * kTokenBytes + lane / 8 * 16);
   // Where there are codes the scales are read beside them.
-  const int numbers_at = ptx::kept(second == Second::kCodes ? scales_at : shift_at);
+  const int numbers_at = ptx::kept((second == Second::kCodes ? scales_at : shift_at) + matrix_row);
+  const int codes_at = ptx::kept(shift_at + 2 * t);
   int slot_at = 0, free_at = ring_bytes - slot_bytes;
 #pragma unroll 1
   for (int stage = 0; stage < stage_count; ++stage) {
@@ -505,11 +506,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
           uint32_t scale[kParts], shift[kParts];
           ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + matrix_row));
           if constexpr (kScheme == Scheme::kShifted) {
-            ptx::load_matrices(shift,
-                               ptx::shared_address(slot + numbers_at + row * kStageN * 2 + n_of_half * 2 + matrix_row));
+            ptx::load_matrices(shift, ptx::shared_address(slot + numbers_at + row * kStageN * 2 + n_of_half * 2));
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-              const uint32_t codes = *reinterpret_cast<const uint16_t*>(shift_row + n_of_half + part * 8 + 2 * t);
+              const uint32_t codes =
+                  *reinterpret_cast<const uint16_t*>(slot + codes_at + row * kStageN + n_of_half + part * 8);
               shift[part] = byte_permute(codes, shift[part], how.bytes);
             }
           }
