@@ -151,6 +151,12 @@ __device__ __forceinline__ void store4(void* array, int64_t row, int64_t k, int6
   }
 }
 
+// Eight bytes of a row, of which `left` are there; zeros for the others.
+inline __device__ __noinline__ void copy_some(uint8_t* to, const uint8_t* from, int left) {
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) to[i] = i < left ? from[i] : 0;
+}
+
 template <typename X>
 constexpr DType kTypeOf = std::is_same_v<X, float>    ? DType::kF32
                           : std::is_same_v<X, __half> ? DType::kF16
@@ -295,17 +301,16 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   const int copy_token = lane / kTokenChunks;
   const int copy_n = lane % kTokenChunks * kChunk;
   const X* const dy = static_cast<const X*>(args.x) + batch * args.x_batch_stride + copy_n;
-  // Of rows of a slot beyond the last token nobody stores the products.
-  const auto dy_of_copy = [&](int copy, int64_t n) {
-    return dy + dy_row_of(min(copy * kCopyTokens + copy_token, tokens - 1)) * args.n + n;
-  };
   constexpr int kRowPointers = Tokens::kRagged ? kCopies : 1;  // of rows that do not follow each other
   const X* next_dy[kRowPointers];
 #pragma unroll
-  for (int copy = 0; copy < kRowPointers; ++copy) next_dy[copy] = dy_of_copy(copy, first_n);
+  for (int copy = 0; copy < kRowPointers; ++copy) {
+    // Of rows of a slot beyond the last token nobody stores the products.
+    next_dy[copy] = dy + dy_row_of(min(copy * kCopyTokens + copy_token, tokens - 1)) * args.n + first_n;
+  }
   const int64_t to_next_dy = Tokens::kRagged ? 0 : ptx::kept(kCopyTokens * args.n);
   const int copy_to_dy = ptx::kept(dy_at + copy_token * kTokenBytes + copy_n * static_cast<int>(sizeof(X)));
-  const int copies = ptx::kept((tokens - copy_token + kCopyTokens - 1) / kCopyTokens);
+  const int dy_copies = ptx::kept((tokens - copy_token + kCopyTokens - 1) / kCopyTokens);
   // The strip's rows of scales; where it ends beyond the last group, that one again.
   const auto group_of = [&](int row) {
     const int block = strip * kBlocks + row;
@@ -317,19 +322,21 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     return static_cast<const uint8_t*>(of_shift ? args.shift : args.scales) +
            (batch * stride + group_of(row) * args.n + n) * (of_shift ? shift_size : scale_size);
   };
+  const int row_lane = kKnown ? lane % 16 : lane;
   const uint8_t* next_row[kRowCopies];
   int row_step[kRowCopies], copy_to_row[kRowCopies], copies_row[kRowCopies];
 #pragma unroll
   for (int copy = 0; copy < kRowCopies; ++copy) {
     const int part = kKnown ? lane / 16 : 0;  // of the lanes
-    const int at = (kKnown ? lane % 16 : lane) * 8;
+    const int at = row_lane * 8;
     const bool of_shift = kRowCopies > 1 ? copy >= kRowCopies / 2 : kScheme == Scheme::kShifted && part == 1;
     const int row = kGroups == 1 ? 0 : kKnown ? part : copy % 2;
     const int size = of_shift ? shift_size : scale_size;
     next_row[copy] = row_at(of_shift, row, first_n) + at;
-    row_step[copy] = ptx::kept(kStageN * size);
+    row_step[copy] = kRowCopies > 1 ? kStageN * size : ptx::kept(kStageN * size);
     copy_to_row[copy] = ptx::kept((of_shift ? shift_at : scales_at) + row * kStageN * size + at);
-    copies_row[copy] = ptx::kept(at < kStageN * size && (kGroups > 1 || !kKnown || of_shift || part == 0));
+    const bool copies = at < kStageN * size && (kGroups > 1 || !kKnown || of_shift || part == 0);
+    copies_row[copy] = kKnown && kGroups > 1 && !of_shift ? 1 : ptx::kept(copies);
   }
   int to_fetch = stage_count;
   // How many stages from the last on are not copied: rows are not aligned, or end before the stage does.
@@ -337,22 +344,24 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
                                     : first_n + int64_t{stage_count} * kStageN > args.n ? 1
                                                                                         : 0);
 
+  const auto dy_of_copy = [&](int copy) {
+    return Tokens::kRagged ? next_dy[copy % kRowPointers] : next_dy[0] + copy * to_next_dy;
+  };
   const auto fetch_elements = [&](uint8_t* slot) {
-    const int64_t n = first_n + (stage_count - to_fetch) * kStageN;
-    const int outputs = static_cast<int>(min(int64_t{kStageN}, args.n - n));
-#pragma unroll 1
+    const int outputs =
+        static_cast<int>(min(int64_t{kStageN}, args.n - first_n - int64_t{stage_count - to_fetch} * kStageN));
+#pragma unroll kRowPointers
     for (int copy = 0; copy < kCopies; ++copy) {
-      *reinterpret_cast<uint4*>(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes) =
-          load_some(dy_of_copy(copy, n), outputs - copy_n);
+      if (copy < dy_copies) {
+        *reinterpret_cast<uint4*>(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes) =
+            load_some(dy_of_copy(copy), outputs - copy_n);
+      }
     }
-    const auto copy_row = [&](uint8_t* to, const uint8_t* from, int size) {
-#pragma unroll 1
-      for (int at = lane; at < kStageN * size; at += 32) to[at] = at < outputs * size ? from[at] : 0;
-    };
-#pragma unroll 1
-    for (int row = 0; row < kGroups; ++row) {
-      copy_row(slot + scales_at + row * kStageN * scale_size, row_at(false, row, n), scale_size);
-      copy_row(slot + shift_at + row * kStageN * shift_size, row_at(true, row, n), shift_size);
+#pragma unroll
+    for (int copy = 0; copy < kRowCopies; ++copy) {
+      if (copies_row[copy] != 0) {
+        copy_some(slot + copy_to_row[copy], next_row[copy], outputs * (row_step[copy] / kStageN) - row_lane * 8);
+      }
     }
   };
   const auto fetch = [&](uint8_t* slot) {
@@ -370,9 +379,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       if (to_fetch > elementwise) {
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
-          if (copy < copies) {
-            ptx::cp_async_16(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes,
-                             Tokens::kRagged ? next_dy[copy % kRowPointers] : next_dy[0] + copy * to_next_dy);
+          if (copy < dy_copies) {
+            ptx::cp_async_16(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes, dy_of_copy(copy));
           }
         }
 #pragma unroll
@@ -621,12 +629,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
                 if constexpr (kWeights) {
                   ptx::mma_f16(acc[block * kSteps + step][tile], a, dy_pairs[tile][2 * atom],
                                dy_pairs[tile][2 * atom + 1]);
-                  continue;
-                }
+                } else {
 #pragma unroll
-                for (int piece = 0; piece < kPieces<X>; ++piece) {
-                  ptx::mma_bf16(acc[block * kSteps + step][tile], a, b[tile][2 * atom][piece],
-                                b[tile][2 * atom + 1][piece]);
+                  for (int piece = 0; piece < kPieces<X>; ++piece) {
+                    ptx::mma_bf16(acc[block * kSteps + step][tile], a, b[tile][2 * atom][piece],
+                                  b[tile][2 * atom + 1][piece]);
+                  }
                 }
               }
             }
@@ -791,14 +799,14 @@ cudaError_t launch_tokens(const Params& params, const Tokens& source, const Conf
         }
         return launch_instance<X, kBits, kTiles, 1, Scheme::kSymmetric>(params, source, config, stream);
       }
-      if constexpr (kTiles <= 2 && !Tokens::kRagged) {
+      if constexpr (kTiles <= 2) {
         if (known && (args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype)) {
           return groups_of_32 ? launch_instance<X, kBits, kTiles, 2, Scheme::kShifted>(params, source, config, stream)
                               : launch_instance<X, kBits, kTiles, 1, Scheme::kShifted>(params, source, config, stream);
         }
       }
     }
-    if constexpr (sizeof(X) == 4) {
+    if constexpr (sizeof(X) == 4 || !Tokens::kRagged) {
       if (!groups_of_32) return launch_instance<X, kBits, kTiles, 1, Scheme::kAny>(params, source, config, stream);
     }
     return launch_instance<X, kBits, kTiles, 2, Scheme::kAny>(params, source, config, stream);
