@@ -87,10 +87,11 @@ __device__ __forceinline__ void cp_async_4(void* shared, const void* global) {
 #endif
 }
 
-// 8 bytes: a row of scales of 16 bits whose length is a multiple of four.
+// 8 bytes: a row of scales of 16 bits whose length is a multiple of four. What follows in the row comes to the L2.
 __device__ __forceinline__ void cp_async_8(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(shared_address(shared)), "l"(global) : "memory");
+  asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 8;\n" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
 #else
   *static_cast<uint2*>(shared) = *static_cast<const uint2*>(global);
 #endif
