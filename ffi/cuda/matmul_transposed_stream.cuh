@@ -1,16 +1,21 @@
 // dx = dy @ W^T for few tokens: weights streamed once from memory, contraction over the outputs N.
 //
-// A CTA owns a strip of 64 inputs K; its warps, and the CTAs of a cluster, share N. A warp copies 64
-// outputs of its strip, with the scales and the dy that belong to them, into a ring of its own in shared memory
-// (cp.async). A lane's packed word holds codes of one output; movmatrix exchanges words as 8 x 8 matrices of their
-// halves, after which the same masks as in matmul_stream.cuh leave pairs of neighbouring *outputs*: the A operand of
-// mma.sync with inputs as rows. Codes are exact (a 16-bit pattern c < 256 is the bf16 number c * 2^-133); the scale,
-// which belongs to an output and a group of inputs, multiplies dy, once for all inputs of the group:
+// A CTA owns a strip of 64 inputs K; its warps, and the CTAs of a cluster, share N. A warp copies 64 outputs of its
+// strip, with the scales and the dy that belong to them, into a ring of its own in shared memory (cp.async). A lane's
+// packed word holds codes of one output; movmatrix exchanges words as 8 x 8 matrices of their halves, after which the
+// same masks as in matmul_stream.cuh leave pairs of neighbouring *outputs*: the A operand of mma.sync with inputs as
+// rows.
+//
+// Codes are exact (a 16-bit pattern c < 256 is the bf16 number c * 2^-133); the scale, which belongs to an output and a
+// group of inputs, multiplies dy, once for all inputs of the group:
 //   dx[m, k] = sum over n of (dy[m, n] scale[n]) code[k, n] - sum over n of (dy[m, n] scale[n]) zero[n].
 // The second sum is the same for all inputs of a group: where zeros or offsets are bf16 numbers, a product with an A
 // operand whose rows are all the same. dy * scale enters the tensor core as one bf16 number for bf16 dy, which rounds
 // like a dense bf16 weight (where scales are bf16 too, a pair by one instruction), as two for fp16 and as three,
 // exactly, for float32.
+//
+// fp16 has no exponents to spare for dy * scale. Where its scales are fp16 too, codes become the weights of a dense
+// product, in registers: two instructions more for two codes, but one product with dy as it is, instead of two.
 //
 // Partial sums are added in a fixed order, and a token's result does not depend on the other tokens. Each CTA of a
 // cluster finishes some tokens, and the others send it their sums. Results that are not finite are computed again as a
@@ -162,8 +167,10 @@ constexpr DType kTypeOf = std::is_same_v<X, float>    ? DType::kF32
                           : std::is_same_v<X, __half> ? DType::kF16
                                                       : DType::kBF16;
 
-constexpr uint32_t kOne = 0x3c003c00u, kMinusOne = 0xbc00bc00u;  // pairs of fp16 numbers
-constexpr uint32_t kNothing = 0x80008000u;                       // -0, which adds nothing
+// Pairs of fp16 numbers.
+constexpr uint32_t kOne = 0x3c003c00u, kMinusOne = 0xbc00bc00u, kSixteenth = 0x2c002c00u;
+constexpr uint32_t k960 = 0x63806380u, k1024 = 0x64006400u, kMinus1024 = 0xe400e400u;
+constexpr uint32_t kNothing = 0x80008000u;  // -0, which adds nothing
 
 // How shifts in memory become operands: the choices between zeros as codes, zeros as numbers and offsets, as values
 // that are the same for all outputs, not as branches.
@@ -173,9 +180,9 @@ struct Shifts {
 
   __device__ Shifts(bool codes, bool offsets) {
     bytes = ptx::kept(codes ? 0x2120 : 0x7654);
-    base = codes ? 0x64006400u : 0u;  // 1024
+    base = codes ? k1024 : 0u;
     times = offsets ? 0u : kMinusOne;
-    plus = codes ? kNothing : 0xe400e400u;  // -1024
+    plus = codes ? kNothing : kMinus1024;
     of_rest = offsets ? kOne : kMinusOne;
     scaled = codes || offsets ? 0u : kOne;
     as_it_is = offsets ? kOne : 0u;
@@ -186,7 +193,6 @@ struct Shifts {
 // (code - whole part of the zero) * scale + rest.
 template <int kBits>
 struct Factors {
-  static constexpr uint32_t kSixteenth = 0x2c002c00u;
   uint32_t scale;
   uint32_t minus = kBits == 4 ? 0xe408e408u : 0xe480e480u;  // -(1024 + zero)
   uint32_t minus_of_odd = 0xd480d480u;                      // -(64 + zero)
@@ -195,8 +201,8 @@ struct Factors {
   __device__ void set_shift(uint32_t shift, const Shifts& how) {
     shift |= how.base;
     minus = fma_f16x2(shift, how.times, how.plus);
-    minus_of_odd = fma_f16x2(minus, kOne, 0x63806380u);               // + 960
-    const uint32_t whole = fma_f16x2(minus, kMinusOne, 0xe400e400u);  // - 1024
+    minus_of_odd = fma_f16x2(minus, kOne, k960);
+    const uint32_t whole = fma_f16x2(minus, kMinusOne, kMinus1024);
     rest = fma_f16x2(fma_f16x2(shift, how.of_rest, whole), fma_f16x2(scale, how.scaled, how.as_it_is), kNothing);
   }
   // Of pair i of a word, whose code is the lowest or, in odd pairs of four-bit words, the next nibble of 1024.
@@ -800,7 +806,8 @@ cudaError_t launch_tokens(const Params& params, const Tokens& source, const Conf
         return launch_instance<X, kBits, kTiles, 1, Scheme::kSymmetric>(params, source, config, stream);
       }
       if constexpr (kTiles <= 2) {
-        if (known && (args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype)) {
+        const bool codes = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
+        if (known && (codes || args.shift_dtype == args.x_dtype)) {
           return groups_of_32 ? launch_instance<X, kBits, kTiles, 2, Scheme::kShifted>(params, source, config, stream)
                               : launch_instance<X, kBits, kTiles, 1, Scheme::kShifted>(params, source, config, stream);
         }
