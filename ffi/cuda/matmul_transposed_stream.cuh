@@ -304,6 +304,22 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   static_assert(kTileN == kStageN);
   const uint32_t* next_words = args.qw + batch * args.qw_batch_stride +
                                (static_cast<int64_t>(first_stage) * k_tiles + strip * kTiles) * kTileWords + lane * 4;
+  const auto fetch_words = [&](uint8_t* slot) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+        if (kTiles == 1 || tile < tiles) {  // what lies in the slot otherwise meets inputs that nobody stores
+          ptx::cp_async_16(slot + lane_bytes + (tile * kAtomsPerTile + atom) * kAtomWords * 4,
+                           next_words + tile * kTileWords + atom * kAtomWords);
+        }
+      }
+    }
+    next_words += k_tiles * kTileWords;
+  };
+  // The first before there is an address of anything else, where that is not for many tokens.
+  constexpr bool kWordsFirst = kTokenTiles == 1;
+  if (kWordsFirst && stage_count > 0) fetch_words(ring);
   const int copy_token = lane / kTokenChunks;
   const int copy_n = lane % kTokenChunks * kChunk;
   const X* const dy = static_cast<const X*>(args.x) + batch * args.x_batch_stride + copy_n;
@@ -370,18 +386,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       }
     }
   };
-  const auto fetch = [&](uint8_t* slot) {
+  const auto fetch = [&](uint8_t* slot, bool with_words) {
     if (to_fetch > 0) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-          if (kTiles == 1 || tile < tiles) {  // what lies in the slot otherwise meets inputs that nobody stores
-            ptx::cp_async_16(slot + lane_bytes + (tile * kAtomsPerTile + atom) * kAtomWords * 4,
-                             next_words + tile * kTileWords + atom * kAtomWords);
-          }
-        }
-      }
+      if (with_words) fetch_words(slot);
       if (to_fetch > elementwise) {
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
@@ -396,7 +403,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       } else {
         fetch_elements(slot);
       }
-      next_words += k_tiles * kTileWords;
 #pragma unroll
       for (int copy = 0; copy < kRowPointers; ++copy) next_dy[copy] += kStageN;
 #pragma unroll
@@ -407,7 +413,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   };
 
 #pragma unroll 1
-  for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * slot_bytes);
+  for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * slot_bytes, !kWordsFirst || i > 0);
 
 #if __CUDA_ARCH__ >= 900
   // A token's sums are finished by the CTA of rank token % cluster; the others send it theirs.
@@ -470,7 +476,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       params.depth == 2 ? ptx::cp_async_wait<0>() : ptx::cp_async_wait<1>();
     }
     __syncwarp();
-    fetch(ring + free_at);
+    fetch(ring + free_at, true);
     const uint8_t* const slot = ring + slot_at;
     free_at = slot_at;
     slot_at = slot_at + slot_bytes == ring_bytes ? 0 : slot_at + slot_bytes;
