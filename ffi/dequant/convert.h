@@ -49,10 +49,9 @@ WONLY_HOST_DEVICE void uint4_above_1024(uint32_t word, uint32_t (&out)[4]) {
   out[3] = lop3<convert::kAndOr>(top, convert::kHighNibble, convert::kF16Magic);
 }
 
-// Subtracting 1024 (+ 8) leaves the code. The nibbles at bits 4-7 need no
-// shift: there the code counts 16ths of its place, and one fma by 1/16 takes the place of the subtraction. After AWQ's
-// dequantize_s4_to_fp16x2, which subtracts 1024 and 64 (`uint4`); FasterTransformer's original subtracts 1032 and 72
-// (`int4`). 4 LOP3, 1 shift, 2 subtractions, 2 fma.
+// Subtracting 1024 (+ 8) leaves the code. The nibbles at bits 4-7 need no shift: one fma by 1/16 takes the place of the
+// subtraction. After AWQ's dequantize_s4_to_fp16x2, which subtracts 1024 and 64 (`uint4`); FasterTransformer's original
+// subtracts 1032 and 72 (`int4`). 4 LOP3, 1 shift, 2 subtractions, 2 fma.
 template <int kZero>
 WONLY_HOST_DEVICE void four_bits_to_f16(uint32_t word, uint32_t (&out)[4]) {
   static_assert(kZero == 0 || kZero == 8);
@@ -145,9 +144,8 @@ WONLY_HOST_DEVICE void uint8_above_1024(uint32_t word, uint32_t (&out)[2]) {
   out[1] = byte_permute(word, 0x64646464u, 0x5351u);
 }
 
-// One subtraction of 1024 (`uint8`) or 1152 = 0x6480 (`int8`).
-// After FasterTransformer's converter, whose selectors 0x5250 and 0x5351 also undo the interleaving. 2 PRMT, 2
-// subtractions.
+// One subtraction of 1024 (`uint8`) or 1152 = 0x6480 (`int8`). After FasterTransformer's converter, whose selectors
+// 0x5250 and 0x5351 also undo the interleaving. 2 PRMT, 2 subtractions.
 template <int kZero, ByteOrder kOrder>
 WONLY_HOST_DEVICE void eight_bits_to_f16(uint32_t word, uint32_t (&out)[2]) {
   static_assert(kZero == 0 || kZero == 128);
