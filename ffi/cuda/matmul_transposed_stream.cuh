@@ -758,8 +758,11 @@ template <typename X, int kBits, int kTokenTiles, int kGroups, Scheme kScheme, t
 cudaError_t launch_instance(Params params, Tokens source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-  const int slot = weight_bytes(kBits) + kGroups * kStageN * (element_size(args.scale_dtype) + shift_size) +
-                   8 * kTokenTiles * token_bytes(sizeof(X));
+  // Rows of 64 bytes would leave every other slot across lines of shared memory.
+  const int slot = static_cast<int>(ceil_div(weight_bytes(kBits) + 8 * kTokenTiles * token_bytes(sizeof(X)) +
+                                                 kGroups * kStageN * (element_size(args.scale_dtype) + shift_size),
+                                             128)) *
+                   128;
   const int partial = 8 * kTokenTiles * kPartialStride * 4;
   int plan_bytes = 0;
   if constexpr (Tokens::kRagged) plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
