@@ -754,19 +754,24 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   }
 }
 
-template <typename X, int kBits, int kTokenTiles, int kGroups, Scheme kScheme, typename Tokens>
-cudaError_t launch_instance(Params params, Tokens source, const Config& config, cudaStream_t stream) {
+template <typename Tokens>
+using Kernel = void (*)(Params, Tokens);
+
+// One function for all instances, as the host's code is compiled too.
+template <typename Tokens>
+cudaError_t launch_instance(Kernel<Tokens> kernel, int bits, int token_tiles, int groups, int dy_size, Params params,
+                            Tokens source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   // Rows of 64 bytes would leave every other slot across lines of shared memory.
-  const int slot = static_cast<int>(ceil_div(weight_bytes(kBits) + 8 * kTokenTiles * token_bytes(sizeof(X)) +
-                                                 kGroups * kStageN * (element_size(args.scale_dtype) + shift_size),
+  const int slot = static_cast<int>(ceil_div(weight_bytes(bits) + 8 * token_tiles * token_bytes(dy_size) +
+                                                 groups * kStageN * (element_size(args.scale_dtype) + shift_size),
                                              128)) *
                    128;
-  const int partial = 8 * kTokenTiles * kPartialStride * 4;
+  const int partial = 8 * token_tiles * kPartialStride * 4;
   int plan_bytes = 0;
   if constexpr (Tokens::kRagged) plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
-  params.owned_tokens = static_cast<int>(ceil_div(8 * kTokenTiles, config.cluster));
+  params.owned_tokens = static_cast<int>(ceil_div(8 * token_tiles, config.cluster));
   const int received = config.cluster == 1 ? 0 : 16 + config.cluster * params.owned_tokens * kStripK * 4;
   const int budget = config.shared_bytes - plan_bytes - received;
   params.slot_bytes = slot;
@@ -777,15 +782,15 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   const int stages = static_cast<int>(ceil_div(args.n, kStageN)), runs = config.cluster * config.warps;
   params.stages_each = stages / runs;
   params.stages_more = stages % runs;
-  const int64_t strips = ceil_div(args.k, kStripK), token_tiles = ceil_div(args.m, 8 * kTokenTiles);
+  const int64_t strips = ceil_div(args.k, kStripK), token_blocks = ceil_div(args.m, 8 * token_tiles);
   params.strips = Divisor(static_cast<int>(strips));
-  int64_t tiles = args.batch * token_tiles;
+  int64_t tiles = args.batch * token_blocks;
   if constexpr (Tokens::kRagged) {
-    if (source.work.tile_rows != 8 * kTokenTiles) return cudaErrorInvalidValue;
+    if (source.work.tile_rows != 8 * token_tiles) return cudaErrorInvalidValue;
     source.plan_at = params.received_at + received;
     tiles = ragged::most_tiles(source.work);
   } else {
-    params.token_tiles = Divisor(static_cast<int>(token_tiles));
+    params.token_tiles = Divisor(static_cast<int>(token_blocks));
   }
   const int64_t ctas = tiles * strips * config.cluster;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
@@ -794,13 +799,15 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   shape.threads = config.warps * 32;
   shape.cluster = config.cluster;
   shape.shared_bytes = params.received_at + received + plan_bytes;
-  return launch_kernel(transposed_stream_matmul<X, kBits, kTokenTiles, kGroups, kScheme, Tokens>, shape, stream, params,
-                       source);
+  return launch_kernel(kernel, shape, stream, params, source);
 }
 
 template <typename X, int kBits, typename Tokens>
 cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
+  const auto run = [&](Kernel<Tokens> kernel, int token_tiles, int groups) {
+    return launch_instance(kernel, kBits, token_tiles, groups, sizeof(X), params, source, config, stream);
+  };
   const bool groups_of_32 = params.log2_group_blocks == 0;
   const auto launch = [&](auto tiles) {
     constexpr int kTiles = tiles.value;
@@ -809,23 +816,23 @@ cudaError_t launch_tokens(const Params& params, const Tokens& source, const Conf
       if (known && args.shift_mode == ShiftMode::kNone && !(kTiles > 2 && groups_of_32)) {
         if constexpr (kTiles <= 2) {
           if (groups_of_32) {
-            return launch_instance<X, kBits, kTiles, 2, Scheme::kSymmetric>(params, source, config, stream);
+            return run(transposed_stream_matmul<X, kBits, kTiles, 2, Scheme::kSymmetric, Tokens>, kTiles, 2);
           }
         }
-        return launch_instance<X, kBits, kTiles, 1, Scheme::kSymmetric>(params, source, config, stream);
+        return run(transposed_stream_matmul<X, kBits, kTiles, 1, Scheme::kSymmetric, Tokens>, kTiles, 1);
       }
       if constexpr (kTiles <= 2) {
         const bool codes = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
         if (known && (codes || args.shift_dtype == args.x_dtype)) {
-          return groups_of_32 ? launch_instance<X, kBits, kTiles, 2, Scheme::kShifted>(params, source, config, stream)
-                              : launch_instance<X, kBits, kTiles, 1, Scheme::kShifted>(params, source, config, stream);
+          return groups_of_32 ? run(transposed_stream_matmul<X, kBits, kTiles, 2, Scheme::kShifted, Tokens>, kTiles, 2)
+                              : run(transposed_stream_matmul<X, kBits, kTiles, 1, Scheme::kShifted, Tokens>, kTiles, 1);
         }
       }
     }
     if constexpr (sizeof(X) == 4 || !Tokens::kRagged) {
-      if (!groups_of_32) return launch_instance<X, kBits, kTiles, 1, Scheme::kAny>(params, source, config, stream);
+      if (!groups_of_32) return run(transposed_stream_matmul<X, kBits, kTiles, 1, Scheme::kAny, Tokens>, kTiles, 1);
     }
-    return launch_instance<X, kBits, kTiles, 2, Scheme::kAny>(params, source, config, stream);
+    return run(transposed_stream_matmul<X, kBits, kTiles, 2, Scheme::kAny, Tokens>, kTiles, 2);
   };
   switch (config.token_tiles) {
     case 1:
