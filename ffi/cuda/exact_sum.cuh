@@ -7,14 +7,17 @@
 
 namespace wonly {
 
-// One dequantized weight.
+// One dequantized weight. Without divisions, which every kernel would have the code of.
 inline __device__ float weight_at(const MatmulArgs& args, int64_t batch, int64_t k, int64_t n) {
-  const int step = tile_k(args.bits);
-  const CodePosition at = code_position(args.bits, static_cast<int>(k % step), static_cast<int>(n % kTileN));
-  const int64_t tile = (n / kTileN) * ceil_div(args.k, step) + k / step;
+  static_assert(tile_k(4) == 64 && tile_k(8) == 32);
+  const int log2_step = args.bits == 4 ? 6 : 5, log2_group = log2_group_blocks(args);
+  const int of_tile = static_cast<int>(k) & ((1 << log2_step) - 1);
+  const CodePosition at = code_position(args.bits, of_tile, static_cast<int>(n) & (kTileN - 1));
+  const int64_t tiles = (args.k + (1 << log2_step) - 1) >> log2_step;
+  const int64_t tile = (n / kTileN) * tiles + (k >> log2_step);
   const uint32_t word = args.qw[batch * args.qw_batch_stride + tile * kTileWords + at.word];
   const float code = static_cast<float>((word >> at.shift) & ((1u << args.bits) - 1u));
-  const int64_t index = k / (args.k / args.groups) * args.n + n;
+  const int64_t index = (log2_group < 0 ? 0 : k >> (log2_group + 5)) * args.n + n;
   const float scale = load_element(args.scales, batch * args.scales_batch_stride + index, args.scale_dtype);
   const float shift = args.shift_mode == ShiftMode::kNone
                           ? static_cast<float>(bias_of(args.bits))

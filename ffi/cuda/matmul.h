@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "abi.h"
+#include "layout.h"
 
 namespace wonly {
 
@@ -32,10 +33,10 @@ struct MatmulArgs {
 };
 
 // The group size as a power of two: 32 << this inputs share a scale; -1 where all of an output's inputs do.
-inline int log2_group_blocks(const MatmulArgs& args) {
+WONLY_HOST_DEVICE int log2_group_blocks(const MatmulArgs& args) {
   if (args.groups <= 1) return -1;
   int log2 = 0;
-  while ((int64_t{32} << log2) < args.k / args.groups) ++log2;
+  while (((32 * args.groups) << log2) < args.k) ++log2;
   return log2;
 }
 

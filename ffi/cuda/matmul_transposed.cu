@@ -15,8 +15,11 @@ constexpr int64_t kRaggedStreamRows = 16;  // of an expert, were they spread eve
 // Of all multiprocessors, those that clusters of that many CTAs can use: a cluster lies in one part of the chip.
 constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 18 * 6 / 132.f};
 
+constexpr int64_t kSharedOutputs = 4096;  // from which on two CTAs for a strip of float32 are faster than one
+
 // For `blocks` strips of inputs and tiles of tokens.
-transposed_stream::Config stream_config(int token_tiles, DType dy_type, int64_t blocks, const Device& device) {
+transposed_stream::Config stream_config(int token_tiles, DType dy_type, int64_t blocks, int64_t outputs,
+                                        const Device& device) {
   transposed_stream::Config config{};
   config.token_tiles = token_tiles;
   config.warps = transposed_stream::kMostWarps;
@@ -25,8 +28,13 @@ transposed_stream::Config stream_config(int token_tiles, DType dy_type, int64_t 
     config.cluster = static_cast<int>(std::clamp<int64_t>(device.multiprocessors / std::max<int64_t>(blocks, 1), 1, 4));
   }
   // CTAs that could share a multiprocessor do so, even where there is one for each.
-  const bool alone = blocks * config.cluster <= device.multiprocessors;
+  bool alone = blocks * config.cluster <= device.multiprocessors;
   const int size = dy_type == DType::kF32 ? 4 : 2;
+  if (device.architecture >= 90 && size == 4 && token_tiles == 1 && config.cluster == 1 && alone &&
+      outputs >= kSharedOutputs) {  // bound by instructions: eight warps do not hide what each of them waits for
+    config.cluster = 2;
+    alone = false;
+  }
   config.shared_bytes = shared_share(device, alone ? 1 : transposed_stream::most_ctas(token_tiles, size));
   return config;
 }
@@ -105,7 +113,7 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   }
   const int tiles = args.m <= 8 ? 1 : args.m <= 16 ? 2 : 4;
   const int64_t blocks = args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * tiles);
-  return launch_fitting(stream_config(tiles, args.x_dtype, blocks, device), device,
+  return launch_fitting(stream_config(tiles, args.x_dtype, blocks, args.n, device), device,
                         [&](const transposed_stream::Config& config) {
                           switch (args.x_dtype) {
                             case DType::kF16:
@@ -146,7 +154,7 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   // The tiles that there will be at least, if rows have different experts.
   const int64_t least = std::max(std::min(args.m, args.experts), ceil_div(args.m, 8 * tiles));
   const int64_t blocks = least * ceil_div(args.product.k, transposed_stream::kStripK);
-  return launch_fitting(stream_config(tiles, args.product.x_dtype, blocks, device), device,
+  return launch_fitting(stream_config(tiles, args.product.x_dtype, blocks, 0, device), device,
                         [&](const transposed_stream::Config& config) {
                           switch (args.product.x_dtype) {
                             case DType::kF16:

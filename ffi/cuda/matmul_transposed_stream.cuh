@@ -1,16 +1,21 @@
 // dx = dy @ W^T for few tokens: weights streamed once from memory, contraction over the outputs N.
 //
-// A CTA owns a strip of 64 inputs K; its warps, and the CTAs of a cluster, share N. A warp copies 64
-// outputs of its strip, with the scales and the dy that belong to them, into a ring of its own in shared memory
-// (cp.async). A lane's packed word holds codes of one output; movmatrix exchanges words as 8 x 8 matrices of their
-// halves, after which the same masks as in matmul_stream.cuh leave pairs of neighbouring *outputs*: the A operand of
-// mma.sync with inputs as rows. Codes are exact (a 16-bit pattern c < 256 is the bf16 number c * 2^-133); the scale,
-// which belongs to an output and a group of inputs, multiplies dy, once for all inputs of the group:
+// A CTA owns a strip of 64 inputs K; its warps, and the CTAs of a cluster, share N. A warp copies 64 outputs of its
+// strip, with the scales and the dy that belong to them, into a ring of its own in shared memory (cp.async). A lane's
+// packed word holds codes of one output; movmatrix exchanges words as 8 x 8 matrices of their halves, after which the
+// same masks as in matmul_stream.cuh leave pairs of neighbouring *outputs*: the A operand of mma.sync with inputs as
+// rows.
+//
+// Codes are exact (a 16-bit pattern c < 256 is the bf16 number c * 2^-133); the scale, which belongs to an output and a
+// group of inputs, multiplies dy, once for all inputs of the group:
 //   dx[m, k] = sum over n of (dy[m, n] scale[n]) code[k, n] - sum over n of (dy[m, n] scale[n]) zero[n].
 // The second sum is the same for all inputs of a group: where zeros or offsets are bf16 numbers, a product with an A
 // operand whose rows are all the same. dy * scale enters the tensor core as one bf16 number for bf16 dy, which rounds
 // like a dense bf16 weight (where scales are bf16 too, a pair by one instruction), as two for fp16 and as three,
 // exactly, for float32.
+//
+// fp16 has no exponents to spare for dy * scale. Where its scales are fp16 too, codes become the weights of a dense
+// product, in registers: two instructions more for two codes, but one product with dy as it is, instead of two.
 //
 // Partial sums are added in a fixed order, and a token's result does not depend on the other tokens. Each CTA of a
 // cluster finishes some tokens, and the others send it their sums. Results that are not finite are computed again as a
@@ -45,6 +50,10 @@ constexpr uint32_t kUpPair = 0x6f806f80u;  // kUp as two bf16 numbers
 // How the second sum is made: on tensor cores, of zeros as codes, or of zeros or offsets as numbers; or in float32.
 enum class Second : int { kCodes, kNumbers, kAdded };
 
+// What a kernel knows of scales and shift: that both are of the type of dy, of 16 bits, or zeros are codes, and whether
+// there is a shift; or nothing. Choices between the loads of a stage and its products take a fifth of the time.
+enum class Scheme : int { kSymmetric, kShifted, kAny };
+
 struct Params {
   MatmulArgs args;
   Divisor cluster;      // CTAs
@@ -54,9 +63,8 @@ struct Params {
   int depth;                     // slots of a warp's ring
   int log2_group_blocks;         // group size = 32 << this; -1: one scale per output
   bool copies;  // whether rows of dy are aligned for copies of 16 bytes, those of scales and shift for 8
-  bool pairs;   // dy and scales are bf16: their products are those of pairs
   Second second;
-  int slot_bytes;    // weights, kGroups rows of scales and of shift, dy
+  int slot_bytes;    // weights, dy, kGroups rows of scales and of shift
   int warp_bytes;    // a warp's ring, and later its partial sums
   int received_at;   // in shared memory: a barrier, then what the other CTAs of the cluster have summed
   int owned_tokens;  // that a CTA of the cluster finishes at most
@@ -148,13 +156,64 @@ __device__ __forceinline__ void store4(void* array, int64_t row, int64_t k, int6
   }
 }
 
+// Eight bytes of a row, of which `left` are there; zeros for the others.
+inline __device__ __noinline__ void copy_some(uint8_t* to, const uint8_t* from, int left) {
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) to[i] = i < left ? from[i] : 0;
+}
+
 template <typename X>
 constexpr DType kTypeOf = std::is_same_v<X, float>    ? DType::kF32
                           : std::is_same_v<X, __half> ? DType::kF16
                                                       : DType::kBF16;
 
+// Pairs of fp16 numbers.
+constexpr uint32_t kOne = 0x3c003c00u, kMinusOne = 0xbc00bc00u, kSixteenth = 0x2c002c00u;
+constexpr uint32_t k960 = 0x63806380u, k1024 = 0x64006400u, kMinus1024 = 0xe400e400u;
+constexpr uint32_t kNothing = 0x80008000u;  // -0, which adds nothing
+
+// How shifts in memory become operands: the choices between zeros as codes, zeros as numbers and offsets, as values
+// that are the same for all outputs, not as branches.
+struct Shifts {
+  uint32_t bytes;  // of a pair of codes and of one of numbers, both of which are read
+  uint32_t base, times, plus, of_rest, scaled, as_it_is;  // of fp16 factors
+
+  __device__ Shifts(bool codes, bool offsets) {
+    bytes = ptx::kept(codes ? 0x2120 : 0x7654);
+    base = codes ? k1024 : 0u;
+    times = offsets ? 0u : kMinusOne;
+    plus = codes ? kNothing : kMinus1024;
+    of_rest = offsets ? kOne : kMinusOne;
+    scaled = codes || offsets ? 0u : kOne;
+    as_it_is = offsets ? kOne : 0u;
+  }
+};
+
+// What makes fp16 weights of the codes of two outputs, rounded as those of a dense product:
+// (code - whole part of the zero) * scale + rest.
+template <int kBits>
+struct Factors {
+  uint32_t scale;
+  uint32_t minus = kBits == 4 ? 0xe408e408u : 0xe480e480u;  // -(1024 + zero)
+  uint32_t minus_of_odd = 0xd480d480u;                      // -(64 + zero)
+  uint32_t rest = kNothing;
+
+  __device__ void set_shift(uint32_t shift, const Shifts& how) {
+    shift |= how.base;
+    minus = fma_f16x2(shift, how.times, how.plus);
+    minus_of_odd = fma_f16x2(minus, kOne, k960);
+    const uint32_t whole = fma_f16x2(minus, kMinusOne, kMinus1024);
+    rest = fma_f16x2(fma_f16x2(shift, how.of_rest, whole), fma_f16x2(scale, how.scaled, how.as_it_is), kNothing);
+  }
+  // Of pair i of a word, whose code is the lowest or, in odd pairs of four-bit words, the next nibble of 1024.
+  __device__ uint32_t weight(uint32_t code, int i) const {
+    const bool odd = kBits == 4 && i % 2 == 1;
+    return fma_f16x2(fma_f16x2(code, odd ? kSixteenth : kOne, odd ? minus_of_odd : minus), scale, rest);
+  }
+};
+
 // kGroups: rows of scales that the strip has, 1, or 2 where groups are of 32 inputs.
-template <typename X, int kBits, int kTokenTiles, int kGroups, typename Tokens>
+template <typename X, int kBits, int kTokenTiles, int kGroups, Scheme kScheme, typename Tokens>
 __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof(X)))
     transposed_stream_matmul(const __grid_constant__ Params params, const __grid_constant__ Tokens source) {
   constexpr int kTiles = kStripK / tile_k(kBits);  // packed tiles of the strip
@@ -167,6 +226,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   constexpr int kCopies = kTokens / kCopyTokens;
   constexpr int kSteps = kBlockK / 16;
   constexpr int kParts = 4, kHalfN = 8 * kParts;  // half a stage, for which operands are prepared: runs of 8 outputs
+  constexpr bool kKnown = kScheme != Scheme::kAny;
+  constexpr bool kWeights = kKnown && std::is_same_v<X, __half>;  // products are of weights and dy
+  static_assert(!kKnown || sizeof(X) == 2);
+  // Copies of rows of scales and of shift; where scales have 16 bits one is of two rows.
+  constexpr int kRowCopies = !kKnown ? 2 * kGroups : kScheme == Scheme::kShifted ? kGroups : 1;
 
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& args = params.args;
@@ -218,18 +282,21 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     return m0 + token;
   };
 
-  const int scale_size = element_size(args.scale_dtype);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-  const int shift_at = kWeightBytes + kGroups * kStageN * scale_size;
-  const int dy_at = shift_at + kGroups * kStageN * shift_size;
+  const int scale_size = kKnown ? 2 : element_size(args.scale_dtype);
+  const int shift_size =
+      kScheme == Scheme::kSymmetric || args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  constexpr int dy_at = kWeightBytes, scales_at = dy_at + kTokens * kTokenBytes;  // in a slot
+  const int shift_at = scales_at + kGroups * kStageN * scale_size;
 
   // This warp's run of stages; neighbouring runs are of different CTAs, so that those have as much to do.
   const int run = warp * static_cast<int>(params.cluster.divisor) + rank;
   const int first_stage = run * params.stages_each + min(run, params.stages_more);
-  const int stage_count = params.stages_each + (run < params.stages_more);
+  const int stage_count = ptx::kept(params.stages_each + (run < params.stages_more));
   const int64_t first_n = static_cast<int64_t>(first_stage) * kStageN;
-  uint8_t* const ring = shared + warp * params.warp_bytes;
-  uint8_t* const ring_end = ring + params.depth * params.slot_bytes;
+  uint8_t* const ring = static_cast<uint8_t*>(
+      __cvta_shared_to_generic(ptx::kept(static_cast<int>(ptx::shared_address(shared + warp * params.warp_bytes)))));
+  const int lane_bytes = ptx::kept(lane * 16);
+  const int slot_bytes = ptx::kept(params.slot_bytes), ring_bytes = ptx::kept(params.depth * params.slot_bytes);
 
   // What this lane copies next: its words of the stage, its 16 bytes of some tokens, its 8 bytes of rows of scales.
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(kBits)));
@@ -237,101 +304,116 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   static_assert(kTileN == kStageN);
   const uint32_t* next_words = args.qw + batch * args.qw_batch_stride +
                                (static_cast<int64_t>(first_stage) * k_tiles + strip * kTiles) * kTileWords + lane * 4;
+  const auto fetch_words = [&](uint8_t* slot) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+        if (kTiles == 1 || tile < tiles) {  // what lies in the slot otherwise meets inputs that nobody stores
+          ptx::cp_async_16(slot + lane_bytes + (tile * kAtomsPerTile + atom) * kAtomWords * 4,
+                           next_words + tile * kTileWords + atom * kAtomWords);
+        }
+      }
+    }
+    next_words += k_tiles * kTileWords;
+  };
+  // The first before there is an address of anything else, where that is not for many tokens.
+  constexpr bool kWordsFirst = kTokenTiles == 1;
+  if (kWordsFirst && stage_count > 0) fetch_words(ring);
   const int copy_token = lane / kTokenChunks;
   const int copy_n = lane % kTokenChunks * kChunk;
   const X* const dy = static_cast<const X*>(args.x) + batch * args.x_batch_stride + copy_n;
-  // Of rows of a slot beyond the last token nobody stores the products.
-  const auto dy_of_copy = [&](int copy, int64_t n) {
-    return dy + dy_row_of(min(copy * kCopyTokens + copy_token, tokens - 1)) * args.n + n;
-  };
-  const X* next_dy[kCopies];
+  constexpr int kRowPointers = Tokens::kRagged ? kCopies : 1;  // of rows that do not follow each other
+  const X* next_dy[kRowPointers];
 #pragma unroll
-  for (int copy = 0; copy < kCopies; ++copy) next_dy[copy] = dy_of_copy(copy, first_n);
-  const int copy_to_dy = dy_at + copy_token * kTokenBytes + copy_n * static_cast<int>(sizeof(X));
+  for (int copy = 0; copy < kRowPointers; ++copy) {
+    // Of rows of a slot beyond the last token nobody stores the products.
+    next_dy[copy] = dy + dy_row_of(min(copy * kCopyTokens + copy_token, tokens - 1)) * args.n + first_n;
+  }
+  const int64_t to_next_dy = Tokens::kRagged ? 0 : ptx::kept(kCopyTokens * args.n);
+  const int copy_to_dy = ptx::kept(dy_at + copy_token * kTokenBytes + copy_n * static_cast<int>(sizeof(X)));
+  const int dy_copies = ptx::kept((tokens - copy_token + kCopyTokens - 1) / kCopyTokens);
   // The strip's rows of scales; where it ends beyond the last group, that one again.
   const auto group_of = [&](int row) {
     const int block = strip * kBlocks + row;
     return params.log2_group_blocks < 0 ? 0 : min(block >> params.log2_group_blocks, static_cast<int>(args.groups) - 1);
   };
-  const auto scales_at = [&](int row, int64_t n) {
-    return static_cast<const uint8_t*>(args.scales) +
-           (batch * args.scales_batch_stride + group_of(row) * args.n + n) * scale_size;
+  // By selections, where lanes copy of both.
+  const auto row_at = [&](bool of_shift, int row, int64_t n) {
+    const int64_t stride = of_shift ? args.shift_batch_stride : args.scales_batch_stride;
+    return static_cast<const uint8_t*>(of_shift ? args.shift : args.scales) +
+           (batch * stride + group_of(row) * args.n + n) * (of_shift ? shift_size : scale_size);
   };
-  const auto shift_of = [&](int row, int64_t n) {
-    return static_cast<const uint8_t*>(args.shift) +
-           (batch * args.shift_batch_stride + group_of(row) * args.n + n) * shift_size;
-  };
-  const uint8_t* next_scales = scales_at(0, first_n) + lane * 8;
-  const uint8_t* next_shift = shift_of(0, first_n) + lane * 8;
-  const auto to_row = [&](int row) { return row == 0 ? 0 : (group_of(row) - group_of(0)) * args.n; };
-  const bool copies_scales = lane * 8 < kStageN * scale_size, copies_shift = lane * 8 < kStageN * shift_size;
+  const int row_lane = kKnown ? lane % 16 : lane;
+  const uint8_t* next_row[kRowCopies];
+  int row_step[kRowCopies], copy_to_row[kRowCopies], copies_row[kRowCopies];
+#pragma unroll
+  for (int copy = 0; copy < kRowCopies; ++copy) {
+    const int part = kKnown ? lane / 16 : 0;  // of the lanes
+    const int at = row_lane * 8;
+    const bool of_shift = kRowCopies > 1 ? copy >= kRowCopies / 2 : kScheme == Scheme::kShifted && part == 1;
+    const int row = kGroups == 1 ? 0 : kKnown ? part : copy % 2;
+    const int size = of_shift ? shift_size : scale_size;
+    next_row[copy] = row_at(of_shift, row, first_n) + at;
+    row_step[copy] = kRowCopies > 1 ? kStageN * size : ptx::kept(kStageN * size);
+    copy_to_row[copy] = ptx::kept((of_shift ? shift_at : scales_at) + row * kStageN * size + at);
+    const bool copies = at < kStageN * size && (kGroups > 1 || !kKnown || of_shift || part == 0);
+    copies_row[copy] = kKnown && kGroups > 1 && !of_shift ? 1 : ptx::kept(copies);
+  }
   int to_fetch = stage_count;
   // How many stages from the last on are not copied: rows are not aligned, or end before the stage does.
-  const int elementwise = !params.copies ? stage_count : first_n + int64_t{stage_count} * kStageN > args.n ? 1 : 0;
+  const int elementwise = ptx::kept(!params.copies                                      ? stage_count
+                                    : first_n + int64_t{stage_count} * kStageN > args.n ? 1
+                                                                                        : 0);
 
+  const auto dy_of_copy = [&](int copy) {
+    return Tokens::kRagged ? next_dy[copy % kRowPointers] : next_dy[0] + copy * to_next_dy;
+  };
   const auto fetch_elements = [&](uint8_t* slot) {
-    const int64_t n = first_n + (stage_count - to_fetch) * kStageN;
-    const int outputs = static_cast<int>(min(int64_t{kStageN}, args.n - n));
-#pragma unroll 1
+    const int outputs =
+        static_cast<int>(min(int64_t{kStageN}, args.n - first_n - int64_t{stage_count - to_fetch} * kStageN));
+#pragma unroll kRowPointers
     for (int copy = 0; copy < kCopies; ++copy) {
-      *reinterpret_cast<uint4*>(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes) =
-          load_some(dy_of_copy(copy, n), outputs - copy_n);
+      if (copy < dy_copies) {
+        *reinterpret_cast<uint4*>(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes) =
+            load_some(dy_of_copy(copy), outputs - copy_n);
+      }
     }
-    const auto copy_row = [&](uint8_t* to, const uint8_t* from, int size) {
-#pragma unroll 1
-      for (int at = lane; at < kStageN * size; at += 32) to[at] = at < outputs * size ? from[at] : 0;
-    };
-#pragma unroll 1
-    for (int row = 0; row < kGroups; ++row) {
-      copy_row(slot + kWeightBytes + row * kStageN * scale_size, scales_at(row, n), scale_size);
-      copy_row(slot + shift_at + row * kStageN * shift_size, shift_of(row, n), shift_size);
+#pragma unroll
+    for (int copy = 0; copy < kRowCopies; ++copy) {
+      if (copies_row[copy] != 0) {
+        copy_some(slot + copy_to_row[copy], next_row[copy], outputs * (row_step[copy] / kStageN) - row_lane * 8);
+      }
     }
   };
-  const auto fetch = [&](uint8_t* slot) {
+  const auto fetch = [&](uint8_t* slot, bool with_words) {
     if (to_fetch > 0) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-          if (tile < tiles) {  // what lies in the slot otherwise meets inputs that nobody stores
-            ptx::cp_async_16(slot + ((tile * kAtomsPerTile + atom) * 32 + lane) * 16,
-                             next_words + tile * kTileWords + atom * kAtomWords);
-          }
-        }
-      }
+      if (with_words) fetch_words(slot);
       if (to_fetch > elementwise) {
 #pragma unroll
         for (int copy = 0; copy < kCopies; ++copy) {
-          if (copy * kCopyTokens + copy_token < tokens) {
-            ptx::cp_async_16(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes, next_dy[copy]);
+          if (copy < dy_copies) {
+            ptx::cp_async_16(slot + copy_to_dy + copy * kCopyTokens * kTokenBytes, dy_of_copy(copy));
           }
         }
 #pragma unroll
-        for (int row = 0; row < kGroups; ++row) {
-          if (copies_scales) {
-            ptx::cp_async_8(slot + kWeightBytes + row * kStageN * scale_size + lane * 8,
-                            next_scales + to_row(row) * scale_size);
-          }
-          if (copies_shift) {
-            ptx::cp_async_8(slot + shift_at + row * kStageN * shift_size + lane * 8,
-                            next_shift + to_row(row) * shift_size);
-          }
+        for (int copy = 0; copy < kRowCopies; ++copy) {
+          if (copies_row[copy] != 0) ptx::cp_async_8(slot + copy_to_row[copy], next_row[copy]);
         }
       } else {
         fetch_elements(slot);
       }
-      next_words += k_tiles * kTileWords;
 #pragma unroll
-      for (int copy = 0; copy < kCopies; ++copy) next_dy[copy] += kStageN;
-      next_scales += kStageN * scale_size;
-      next_shift += kStageN * shift_size;
+      for (int copy = 0; copy < kRowPointers; ++copy) next_dy[copy] += kStageN;
+#pragma unroll
+      for (int copy = 0; copy < kRowCopies; ++copy) next_row[copy] += row_step[copy];
       --to_fetch;
     }
     ptx::cp_async_commit();
   };
 
 #pragma unroll 1
-  for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * params.slot_bytes);
+  for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * slot_bytes, !kWordsFirst || i > 0);
 
 #if __CUDA_ARCH__ >= 900
   // A token's sums are finished by the CTA of rank token % cluster; the others send it theirs.
@@ -350,10 +432,28 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   float acc[kBlocks * kSteps][kTokenTiles][4] = {};  // inputs g and g + 8 of a step, tokens 2t and 2t + 1
   float shifted[kGroups][kTokenTiles] = {};          // token g, this lane's outputs: the second sum
   float multiplied[kGroups][kTokenTiles][4] = {};    // the same of tokens 2t and 2t + 1 and all outputs of the warp
-  const bool offsets = args.shift_mode == ShiftMode::kOffsets;
-  const bool pairs = kPieces<X> == 1 && params.pairs;
-  const Second second = params.second;
-  const bool plain = pairs && shift_size == 0;
+  const bool offsets = ptx::kept(args.shift_mode == ShiftMode::kOffsets) != 0;
+  const Second second = kScheme == Scheme::kSymmetric ? Second::kCodes : params.second;
+  uint32_t bias[4];  // an operand
+#pragma unroll
+  for (uint32_t& pair : bias) pair = ptx::kept(bias_of(kBits) * 0x10001);
+  const Shifts how(second == Second::kCodes, offsets);
+  // The pairs of a word of codes as an operand: as they are, or as weights.
+  const auto to_operand = [](uint32_t word, const auto& factors, auto& to) {
+    if constexpr (kWeights) {
+      if constexpr (kBits == 4) {
+        uint4_above_1024(word, to);
+      } else {
+        uint8_above_1024(word, to);
+      }
+#pragma unroll
+      for (int i = 0; i < 16 / kBits; ++i) to[i] = factors.weight(to[i], i);
+    } else if constexpr (kBits == 4) {
+      uint4_to_subnormal(word, to);
+    } else {
+      uint8_to_subnormal(word, to);
+    }
+  };
   // Of token g of a tile, outputs 2t and 2t + 1 of the parts of half a stage.
   const auto read_dy = [&](float2(&y)[kParts], const uint8_t* slot, const uint32_t (&from)[kParts], int tile,
                            int first) {
@@ -363,8 +463,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       read_pairs(y, slot + dy_at + (tile * 8 + g) * kTokenBytes, first + 2 * t, kTypeOf<X>);
     }
   };
-  uint8_t* slot = ring;
-  uint8_t* free_slot = ring_end - params.slot_bytes;
+  const int matrix_row = ptx::kept(lane / 8 * 16), dy_row = ptx::kept(lane % 8 * kTokenBytes + lane / 8 * 16);
+  // Where there are codes the scales are read beside them.
+  const int numbers_at = ptx::kept((second == Second::kCodes ? scales_at : shift_at) + matrix_row);
+  const int codes_at = ptx::kept(shift_at + 2 * t);
+  int slot_at = 0, free_at = ring_bytes - slot_bytes;
 #pragma unroll 1
   for (int stage = 0; stage < stage_count; ++stage) {
     if (params.depth > 3) {
@@ -373,27 +476,71 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       params.depth == 2 ? ptx::cp_async_wait<0>() : ptx::cp_async_wait<1>();
     }
     __syncwarp();
-    fetch(free_slot);
+    fetch(ring + free_at, true);
+    const uint8_t* const slot = ring + slot_at;
+    free_at = slot_at;
+    slot_at = slot_at + slot_bytes == ring_bytes ? 0 : slot_at + slot_bytes;
 #pragma unroll
     for (int half = 0; half < kStageN / kHalfN; ++half) {
       uint32_t dy_pairs[kTokenTiles][kParts];  // token g, outputs 2t and 2t + 1 of a part
       if constexpr (sizeof(X) == 2) {
 #pragma unroll
         for (int tile = 0; tile < kTokenTiles; ++tile) {
-          ptx::load_matrices(dy_pairs[tile], ptx::shared_address(slot + dy_at + (tile * 8 + lane % 8) * kTokenBytes +
-                                                                 half * kHalfN * 2 + lane / 8 * 16));
+          ptx::load_matrices(dy_pairs[tile],
+                             ptx::shared_address(slot + dy_row + dy_at + tile * 8 * kTokenBytes + half * kHalfN * 2));
         }
       }
 #pragma unroll
       for (int row = 0; row < kGroups; ++row) {
         uint32_t b[kTokenTiles][kParts][kPieces<X>];
         const int n_of_half = half * kHalfN;
-        const uint8_t* const scale_row = slot + kWeightBytes + row * kStageN * scale_size;
+        const uint8_t* const scale_row = slot + scales_at + row * kStageN * scale_size;
         const uint8_t* const shift_row = slot + shift_at + row * kStageN * shift_size;
-        const auto multiply_pairs = [&] {
-          if constexpr (kPieces<X> == 1) {
-            uint32_t scale[kParts];
-            ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + lane / 8 * 16));
+        // Of zeros that are the same for all inputs, and of those that are for all outputs too.
+        const auto add_product = [&](const uint32_t (&a)[4], int part, bool of_dy) {
+#pragma unroll
+          for (int tile = 0; tile < kTokenTiles; ++tile) {
+            if constexpr (kPieces<X> == 1) {
+              ptx::mma_bf16(multiplied[row][tile], a, of_dy ? dy_pairs[tile][part] : b[tile][part][0],
+                            of_dy ? dy_pairs[tile][part + 1] : b[tile][part + 1][0]);
+            } else {
+#pragma unroll
+              for (int piece = 0; piece < kPieces<X>; ++piece) {
+                ptx::mma_bf16(multiplied[row][tile], a, b[tile][part][piece], b[tile][part + 1][piece]);
+              }
+            }
+          }
+        };
+        const auto add_second = [&](const uint32_t (&z)[kParts], bool of_dy) {
+#pragma unroll
+          for (int part = 0; part < kParts; part += 2) {
+            add_product({z[part], z[part], z[part + 1], z[part + 1]}, part, of_dy);
+          }
+        };
+        const auto add_bias = [&] {
+#pragma unroll
+          for (int part = 0; part < kParts; part += 2) add_product(bias, part, false);
+        };
+        Factors<kBits> factors[kParts];
+        if constexpr (kKnown) {
+          uint32_t scale[kParts], shift[kParts];
+          ptx::load_matrices(scale, ptx::shared_address(scale_row + n_of_half * 2 + matrix_row));
+          if constexpr (kScheme == Scheme::kShifted) {
+            ptx::load_matrices(shift, ptx::shared_address(slot + numbers_at + row * kStageN * 2 + n_of_half * 2));
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+              const uint32_t codes =
+                  *reinterpret_cast<const uint16_t*>(slot + codes_at + row * kStageN + n_of_half + part * 8);
+              shift[part] = byte_permute(codes, shift[part], how.bytes);
+            }
+          }
+          if constexpr (kWeights) {
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) {
+              factors[part].scale = scale[part];
+              if constexpr (kScheme == Scheme::kShifted) factors[part].set_shift(shift[part], how);
+            }
+          } else {
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
               scale[part] = ptx::mul_bf16x2(scale[part], kUpPair);
@@ -402,51 +549,28 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
                 b[tile][part][0] = ptx::mul_bf16x2(dy_pairs[tile][part], scale[part]);
               }
             }
-          }
-        };
-        // Of zeros that are the same for all inputs.
-        const auto add_second = [&](const uint32_t (&z)[kParts], bool of_dy) {
-#pragma unroll
-          for (int part = 0; part < kParts; part += 2) {
-            const uint32_t a[4] = {z[part], z[part], z[part + 1], z[part + 1]};
-#pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile) {
-              if (kPieces<X> == 1 && of_dy) {
-                ptx::mma_bf16(multiplied[row][tile], a, dy_pairs[tile][part], dy_pairs[tile][part + 1]);
-                continue;
-              }
-#pragma unroll
-              for (int piece = 0; piece < kPieces<X>; ++piece) {
-                ptx::mma_bf16(multiplied[row][tile], a, b[tile][part][piece], b[tile][part + 1][piece]);
-              }
+            if constexpr (kScheme == Scheme::kShifted) {
+              add_second(shift, offsets);
+            } else {
+              add_bias();
             }
           }
-        };
-        constexpr uint32_t kBias = bias_of(kBits) * 0x10001u;
-        const uint32_t bias[kParts] = {kBias, kBias, kBias, kBias};
-        if (plain) {  // one branch: more of them between loads and products take a fifth of the time
-          multiply_pairs();
-          add_second(bias, false);
         } else {
-          if (pairs) {
-            multiply_pairs();
-          } else {
-            float2 scale[kParts];
-            read_pairs(scale, scale_row, n_of_half + 2 * t, args.scale_dtype);
+          float2 scale[kParts];
+          read_pairs(scale, scale_row, n_of_half + 2 * t, args.scale_dtype);
 #pragma unroll
-            for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
+          for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
 #pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile) {
-              float2 y[kParts];
-              read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
+          for (int tile = 0; tile < kTokenTiles; ++tile) {
+            float2 y[kParts];
+            read_dy(y, slot, dy_pairs[tile], tile, n_of_half);
 #pragma unroll
-              for (int part = 0; part < kParts; ++part) {
-                split({y[part].x * scale[part].x, y[part].y * scale[part].y}, b[tile][part]);
-              }
+            for (int part = 0; part < kParts; ++part) {
+              split({y[part].x * scale[part].x, y[part].y * scale[part].y}, b[tile][part]);
             }
           }
           if (shift_size == 0) {
-            add_second(bias, false);
+            add_bias();
           } else if (second == Second::kAdded) {
             float2 z[kParts];
             read_pairs(z, shift_row, n_of_half + 2 * t, args.shift_dtype);
@@ -475,7 +599,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
           } else {
             uint32_t z[kParts];
             if (second == Second::kNumbers) {
-              ptx::load_matrices(z, ptx::shared_address(shift_row + n_of_half * 2 + lane / 8 * 16));
+              ptx::load_matrices(z, ptx::shared_address(shift_row + n_of_half * 2 + matrix_row));
             } else {
 #pragma unroll
               for (int part = 0; part < kParts; ++part) {
@@ -488,28 +612,25 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         }
 #pragma unroll
         for (int atom = 0; atom < kHalfN / kAtomN; ++atom) {
-          // The words of outputs g and g + 8 of a block of 32 inputs: half a tile, or a whole one.
-          uint4 packed;
 #pragma unroll
           for (int block = row * (kBlocks / kGroups); block < (row + 1) * (kBlocks / kGroups); ++block) {
-            if (kBits == 8 || kGroups > 1 || block % 2 == 0) {
-              const int tile = kBits == 8 ? block : block / 2;
-              packed = reinterpret_cast<const uint4*>(
-                  slot)[(tile * kAtomsPerTile + half * (kHalfN / kAtomN) + atom) * 32 + lane];
-            }
+            // The words of outputs g and g + 8 of a block of 32 inputs: half a tile, or a whole one.
+            const int tile = kBits == 8 ? block : 0;
+            const uint4 words = *reinterpret_cast<const uint4*>(
+                slot + lane_bytes + (tile * kAtomsPerTile + half * (kHalfN / kAtomN) + atom) * kAtomWords * 4);
             uint32_t low[4], high[4];  // pairs of outputs 2t, 2t + 1 and 2t + 8, 2t + 9; inputs g + 8i of the block
             if constexpr (kBits == 4) {
-              uint4_to_subnormal(ptx::transpose(block % 2 == 0 ? packed.x : packed.z), low);
-              uint4_to_subnormal(ptx::transpose(block % 2 == 0 ? packed.y : packed.w), high);
+              to_operand(ptx::transpose(block % 2 == 0 ? words.x : words.z), factors[2 * atom], low);
+              to_operand(ptx::transpose(block % 2 == 0 ? words.y : words.w), factors[2 * atom + 1], high);
             } else {
               uint32_t two[2];
-              uint8_to_subnormal(ptx::transpose(packed.x), two);
+              to_operand(ptx::transpose(words.x), factors[2 * atom], two);
               low[0] = two[0], low[1] = two[1];
-              uint8_to_subnormal(ptx::transpose(packed.z), two);
+              to_operand(ptx::transpose(words.z), factors[2 * atom], two);
               low[2] = two[0], low[3] = two[1];
-              uint8_to_subnormal(ptx::transpose(packed.y), two);
+              to_operand(ptx::transpose(words.y), factors[2 * atom + 1], two);
               high[0] = two[0], high[1] = two[1];
-              uint8_to_subnormal(ptx::transpose(packed.w), two);
+              to_operand(ptx::transpose(words.w), factors[2 * atom + 1], two);
               high[2] = two[0], high[3] = two[1];
             }
 #pragma unroll
@@ -517,10 +638,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
               const uint32_t a[4] = {low[2 * step], low[2 * step + 1], high[2 * step], high[2 * step + 1]};
 #pragma unroll
               for (int tile = 0; tile < kTokenTiles; ++tile) {
+                if constexpr (kWeights) {
+                  ptx::mma_f16(acc[block * kSteps + step][tile], a, dy_pairs[tile][2 * atom],
+                               dy_pairs[tile][2 * atom + 1]);
+                } else {
 #pragma unroll
-                for (int piece = 0; piece < kPieces<X>; ++piece) {
-                  ptx::mma_bf16(acc[block * kSteps + step][tile], a, b[tile][2 * atom][piece],
-                                b[tile][2 * atom + 1][piece]);
+                  for (int piece = 0; piece < kPieces<X>; ++piece) {
+                    ptx::mma_bf16(acc[block * kSteps + step][tile], a, b[tile][2 * atom][piece],
+                                  b[tile][2 * atom + 1][piece]);
+                  }
                 }
               }
             }
@@ -528,9 +654,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
         }
       }
     }
-    free_slot = slot;
-    slot += params.slot_bytes;
-    if (slot == ring_end) slot = ring;
   }
 
   // Partial sums: warps of the CTA in order, then CTAs of the cluster in order.
@@ -541,9 +664,10 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
     for (int row = 0; row < kGroups; ++row) {
-      float second_sum[2];
+      float second_sum[2] = {};
       const float factor = second == Second::kCodes ? kUnscale : offsets ? -1.f : kDown;
-      if (second != Second::kAdded) {
+      if (kWeights) {  // nothing left to subtract
+      } else if (kKnown || second != Second::kAdded) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) second_sum[i] = multiplied[row][tile][i] * factor;
       } else {
@@ -559,7 +683,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // Inputs g + 8 are the odd nibbles of four-bit words, whose masks leave them 16 times as large.
-          const float unscale = kBits == 4 && i / 2 == 1 ? kUnscale / 16 : kUnscale;
+          const float unscale = kWeights ? 1.f : kBits == 4 && i / 2 == 1 ? kUnscale / 16 : kUnscale;
           partial[(tile * 8 + 2 * t + i % 2) * kPartialStride + at * 16 + i / 2 * 8 + g] =
               fmaf(acc[at][tile][i], unscale, -second_sum[i % 2]);
         }
@@ -568,22 +692,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   }
   __syncthreads();
   constexpr int kQuads = kStripK / 4;
-  const auto store = [&](int token, int quad, const float4& sum) {
-    float values[4] = {sum.x, sum.y, sum.z, sum.w};
-    const int64_t k = k0 + quad * 4;
-    if (k >= args.k) return;
-    if (!(fabsf(sum.x) < INFINITY && fabsf(sum.y) < INFINITY && fabsf(sum.z) < INFINITY && fabsf(sum.w) < INFINITY)) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (!(fabsf(values[i]) < INFINITY) && k + i < args.k) {
-          values[i] = exact_sum_transposed(args, batch, dy_row_of(token), k + i);
-        }
-      }
-    }
-    store4(args.y, (batch * args.m + row_of(token)) * args.k, k, args.k, values, args.y_dtype);
-  };
   const auto add = [](float4& sum, const float4& more) {
     sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
+  };
+  const auto sum_of_warps = [&](int token, int quad) {
+    const uint8_t* const at = shared + (token * kPartialStride + quad * 4) * 4;
+    float4 sum = *reinterpret_cast<const float4*>(at);
+#pragma unroll 4
+    for (int w = 1; w < warps; ++w) add(sum, *reinterpret_cast<const float4*>(at + w * params.warp_bytes));
+    return sum;
   };
 #if __CUDA_ARCH__ >= 900
   if (cluster > 1) {
@@ -593,58 +710,68 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       ptx::barrier_expect(received_barrier, (cluster - 1) * own_tokens * kStripK * 4);
     }
     ptx::cluster_wait();
-  }
-#endif
-  for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
-    const int token = i / kQuads, quad = i % kQuads;
-    const int at = (token * kPartialStride + quad * 4) * 4;
-    float4 sum = *reinterpret_cast<const float4*>(shared + at);
-#pragma unroll 4
-    for (int w = 1; w < warps; ++w) add(sum, *reinterpret_cast<const float4*>(shared + w * params.warp_bytes + at));
-#if __CUDA_ARCH__ >= 900
-    if (cluster > 1) {
-      int owner;
-      const int of_owner = params.cluster.divide(token, &owner);
-      if (owner == rank) {
-        *reinterpret_cast<float4*>(shared + at) = sum;  // nobody else reads it
-      } else {
-        ptx::store_async_at_rank(received + (rank * params.owned_tokens + of_owner) * kQuads + quad, sum,
-                                 received_barrier, owner);
-      }
-      continue;
-    }
-#endif
-    store(token, quad, sum);
-  }
-#if __CUDA_ARCH__ >= 900
-  if (cluster > 1) {
     for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
       const int token = i / kQuads, quad = i % kQuads;
       int owner;
       const int of_owner = params.cluster.divide(token, &owner);
-      if (owner != rank) continue;
-      ptx::barrier_wait(received_barrier, 0);
-      const float4 own = *reinterpret_cast<const float4*>(shared + (token * kPartialStride + quad * 4) * 4);
-      float4 sum = {};
-      for (int from = 0; from < cluster; ++from) {
-        add(sum, from == rank ? own : received[(from * params.owned_tokens + of_owner) * kQuads + quad]);
-      }
-      store(token, quad, sum);
+      if (owner == rank) continue;
+      ptx::store_async_at_rank(received + (rank * params.owned_tokens + of_owner) * kQuads + quad,
+                               sum_of_warps(token, quad), received_barrier, owner);
     }
   }
 #endif
+  for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
+    const int token = i / kQuads, quad = i % kQuads;
+    float4 sum;
+#if __CUDA_ARCH__ >= 900
+    if (cluster > 1) {
+      int owner;
+      const int of_owner = params.cluster.divide(token, &owner);
+      if (owner != rank) continue;
+      const float4 own = sum_of_warps(token, quad);
+      sum = {};
+      ptx::barrier_wait(received_barrier, 0);
+      for (int from = 0; from < cluster; ++from) {
+        add(sum, from == rank ? own : received[(from * params.owned_tokens + of_owner) * kQuads + quad]);
+      }
+    } else
+#endif
+    {
+      sum = sum_of_warps(token, quad);
+    }
+    float values[4] = {sum.x, sum.y, sum.z, sum.w};
+    const int64_t k = k0 + quad * 4;
+    if (k >= args.k) continue;
+    if (!(fabsf(sum.x) < INFINITY && fabsf(sum.y) < INFINITY && fabsf(sum.z) < INFINITY && fabsf(sum.w) < INFINITY)) {
+#pragma unroll
+      for (int of_quad = 0; of_quad < 4; ++of_quad) {
+        if (!(fabsf(values[of_quad]) < INFINITY) && k + of_quad < args.k) {
+          values[of_quad] = exact_sum_transposed(args, batch, dy_row_of(token), k + of_quad);
+        }
+      }
+    }
+    store4(args.y, (batch * args.m + row_of(token)) * args.k, k, args.k, values, args.y_dtype);
+  }
 }
 
-template <typename X, int kBits, int kTokenTiles, int kGroups, typename Tokens>
-cudaError_t launch_instance(Params params, Tokens source, const Config& config, cudaStream_t stream) {
+template <typename Tokens>
+using Kernel = void (*)(Params, Tokens);
+
+// One function for all instances, as the host's code is compiled too.
+template <typename Tokens>
+cudaError_t launch_instance(Kernel<Tokens> kernel, int bits, int token_tiles, int groups, int dy_size, Params params,
+                            Tokens source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-  const int slot = weight_bytes(kBits) + kGroups * kStageN * (element_size(args.scale_dtype) + shift_size) +
-                   8 * kTokenTiles * token_bytes(sizeof(X));
-  const int partial = 8 * kTokenTiles * kPartialStride * 4;
+  // Rows of 64 bytes would leave every other slot across lines of shared memory.
+  const int slot = static_cast<int>(ceil_div(weight_bytes(bits) + 8 * token_tiles * token_bytes(dy_size) +
+                                                 groups * kStageN * (element_size(args.scale_dtype) + shift_size),
+                                             128)) *
+                   128;
+  const int partial = 8 * token_tiles * kPartialStride * 4;
   int plan_bytes = 0;
   if constexpr (Tokens::kRagged) plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
-  params.owned_tokens = static_cast<int>(ceil_div(8 * kTokenTiles, config.cluster));
+  params.owned_tokens = static_cast<int>(ceil_div(8 * token_tiles, config.cluster));
   const int received = config.cluster == 1 ? 0 : 16 + config.cluster * params.owned_tokens * kStripK * 4;
   const int budget = config.shared_bytes - plan_bytes - received;
   params.slot_bytes = slot;
@@ -655,15 +782,15 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   const int stages = static_cast<int>(ceil_div(args.n, kStageN)), runs = config.cluster * config.warps;
   params.stages_each = stages / runs;
   params.stages_more = stages % runs;
-  const int64_t strips = ceil_div(args.k, kStripK), token_tiles = ceil_div(args.m, 8 * kTokenTiles);
+  const int64_t strips = ceil_div(args.k, kStripK), token_blocks = ceil_div(args.m, 8 * token_tiles);
   params.strips = Divisor(static_cast<int>(strips));
-  int64_t tiles = args.batch * token_tiles;
+  int64_t tiles = args.batch * token_blocks;
   if constexpr (Tokens::kRagged) {
-    if (source.work.tile_rows != 8 * kTokenTiles) return cudaErrorInvalidValue;
+    if (source.work.tile_rows != 8 * token_tiles) return cudaErrorInvalidValue;
     source.plan_at = params.received_at + received;
     tiles = ragged::most_tiles(source.work);
   } else {
-    params.token_tiles = Divisor(static_cast<int>(token_tiles));
+    params.token_tiles = Divisor(static_cast<int>(token_blocks));
   }
   const int64_t ctas = tiles * strips * config.cluster;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
@@ -672,14 +799,40 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   shape.threads = config.warps * 32;
   shape.cluster = config.cluster;
   shape.shared_bytes = params.received_at + received + plan_bytes;
-  return launch_kernel(transposed_stream_matmul<X, kBits, kTokenTiles, kGroups, Tokens>, shape, stream, params, source);
+  return launch_kernel(kernel, shape, stream, params, source);
 }
 
 template <typename X, int kBits, typename Tokens>
 cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
+  const MatmulArgs& args = params.args;
+  const auto run = [&](Kernel<Tokens> kernel, int token_tiles, int groups) {
+    return launch_instance(kernel, kBits, token_tiles, groups, sizeof(X), params, source, config, stream);
+  };
+  const bool groups_of_32 = params.log2_group_blocks == 0;
   const auto launch = [&](auto tiles) {
-    return params.log2_group_blocks == 0 ? launch_instance<X, kBits, tiles.value, 2>(params, source, config, stream)
-                                         : launch_instance<X, kBits, tiles.value, 1>(params, source, config, stream);
+    constexpr int kTiles = tiles.value;
+    if constexpr (sizeof(X) == 2) {
+      const bool known = args.scale_dtype == args.x_dtype;
+      if (known && args.shift_mode == ShiftMode::kNone && !(kTiles > 2 && groups_of_32)) {
+        if constexpr (kTiles <= 2) {
+          if (groups_of_32) {
+            return run(transposed_stream_matmul<X, kBits, kTiles, 2, Scheme::kSymmetric, Tokens>, kTiles, 2);
+          }
+        }
+        return run(transposed_stream_matmul<X, kBits, kTiles, 1, Scheme::kSymmetric, Tokens>, kTiles, 1);
+      }
+      if constexpr (kTiles <= 2) {
+        const bool codes = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
+        if (known && (codes || args.shift_dtype == args.x_dtype)) {
+          return groups_of_32 ? run(transposed_stream_matmul<X, kBits, kTiles, 2, Scheme::kShifted, Tokens>, kTiles, 2)
+                              : run(transposed_stream_matmul<X, kBits, kTiles, 1, Scheme::kShifted, Tokens>, kTiles, 1);
+        }
+      }
+    }
+    if constexpr (sizeof(X) == 4 || !Tokens::kRagged) {
+      if (!groups_of_32) return run(transposed_stream_matmul<X, kBits, kTiles, 1, Scheme::kAny, Tokens>, kTiles, 1);
+    }
+    return run(transposed_stream_matmul<X, kBits, kTiles, 2, Scheme::kAny, Tokens>, kTiles, 2);
   };
   switch (config.token_tiles) {
     case 1:
@@ -702,7 +855,6 @@ cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Con
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 8 : element_size(args.shift_dtype);
   params.copies =
       args.n * element_size(args.scale_dtype) % 8 == 0 && args.n * shift_size % 8 == 0 && args.n * sizeof(X) % 16 == 0;
-  params.pairs = kPieces<X> == 1 && args.scale_dtype == DType::kBF16;
   const bool zeros = args.shift_mode == ShiftMode::kZeros, numbers = args.shift_dtype == DType::kBF16;
   params.second = args.shift_mode == ShiftMode::kNone || (zeros && args.shift_dtype == DType::kU8) ? Second::kCodes
                   : numbers && (zeros || kPieces<X> == 1)                                          ? Second::kNumbers

@@ -233,11 +233,7 @@ __device__ __forceinline__ void dequantize(uint32_t first, uint32_t second, cons
   } else {
     constexpr uint32_t kOne = 0x3c003c00u, kSixteenth = 0x2c002c00u;
     if constexpr (kBits == 4) {
-      const uint32_t top = first >> 8;
-      w[0] = lop3<convert::kAndOr>(first, convert::kNibble, convert::kF16Magic);
-      w[1] = lop3<convert::kAndOr>(first, convert::kHighNibble, convert::kF16Magic);
-      w[2] = lop3<convert::kAndOr>(top, convert::kNibble, convert::kF16Magic);
-      w[3] = lop3<convert::kAndOr>(top, convert::kHighNibble, convert::kF16Magic);
+      uint4_above_1024(first, w);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         w[i] = A::fma(w[i], i % 2 == 1 ? kSixteenth : kOne, i % 2 == 1 ? by.zero_of_odd : by.zero);

@@ -11,6 +11,17 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// The same number, of which the compiler does not know how it was made: it stays in a register, where it would be made
+// again at every use.
+__device__ __forceinline__ int kept(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ int64_t kept(int64_t value) {
+  asm volatile("" : "+l"(value));
+  return value;
+}
+
 // By address, for addresses that arithmetic has made.
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t value;
@@ -76,10 +87,11 @@ __device__ __forceinline__ void cp_async_4(void* shared, const void* global) {
 #endif
 }
 
-// 8 bytes: a row of scales of 16 bits whose length is a multiple of four.
+// 8 bytes: a row of scales of 16 bits whose length is a multiple of four. What follows in the row comes to the L2.
 __device__ __forceinline__ void cp_async_8(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(shared_address(shared)), "l"(global) : "memory");
+  asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 8;\n" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
 #else
   *static_cast<uint2*>(shared) = *static_cast<const uint2*>(global);
 #endif

@@ -39,21 +39,26 @@ constexpr uint32_t kNotAndOr = (~0xf0 & 0xcc) | 0xaa;  // lop3 table of (~a & b)
 // ---- four bits to fp16
 // ----------------------------------------------------------------------------------------------------------
 
-// LOP3 puts a nibble into the mantissa of 1024; subtracting 1024 (+ 8) leaves the code. The nibbles at bits 4-7 need no
-// shift: there the code counts 16ths of its place, and one fma by 1/16 takes the place of the subtraction. After AWQ's
-// dequantize_s4_to_fp16x2, which subtracts 1024 and 64 (`uint4`); FasterTransformer's original subtracts 1032 and 72
-// (`int4`). 4 LOP3, 1 shift, 2 subtractions, 2 fma.
+// LOP3 puts a nibble into the mantissa of 1024: pairs 0 and 2 are 1024 + code, pairs 1 and 3, which stay at bits 4-7,
+// 1024 + 16 code. 4 LOP3, 1 shift.
+WONLY_HOST_DEVICE void uint4_above_1024(uint32_t word, uint32_t (&out)[4]) {
+  const uint32_t top = word >> 8;  // first, so that nothing waits for it
+  out[0] = lop3<convert::kAndOr>(word, convert::kNibble, convert::kF16Magic);
+  out[1] = lop3<convert::kAndOr>(word, convert::kHighNibble, convert::kF16Magic);
+  out[2] = lop3<convert::kAndOr>(top, convert::kNibble, convert::kF16Magic);
+  out[3] = lop3<convert::kAndOr>(top, convert::kHighNibble, convert::kF16Magic);
+}
+
+// Subtracting 1024 (+ 8) leaves the code. The nibbles at bits 4-7 need no shift: one fma by 1/16 takes the place of the
+// subtraction. After AWQ's dequantize_s4_to_fp16x2, which subtracts 1024 and 64 (`uint4`); FasterTransformer's original
+// subtracts 1032 and 72 (`int4`). 4 LOP3, 1 shift, 2 subtractions, 2 fma.
 template <int kZero>
 WONLY_HOST_DEVICE void four_bits_to_f16(uint32_t word, uint32_t (&out)[4]) {
   static_assert(kZero == 0 || kZero == 8);
   constexpr uint32_t kLow = kZero == 0 ? 0x64006400u : 0x64086408u;   // 1024 + zero
   constexpr uint32_t kHigh = kZero == 0 ? 0xd400d400u : 0xd480d480u;  // -(64 + zero)
   constexpr uint32_t kSixteenth = 0x2c002c00u;
-  const uint32_t top = word >> 8;  // first, so that nothing waits for it
-  out[0] = lop3<convert::kAndOr>(word, convert::kNibble, convert::kF16Magic);
-  out[1] = lop3<convert::kAndOr>(word, convert::kHighNibble, convert::kF16Magic);
-  out[2] = lop3<convert::kAndOr>(top, convert::kNibble, convert::kF16Magic);
-  out[3] = lop3<convert::kAndOr>(top, convert::kHighNibble, convert::kF16Magic);
+  uint4_above_1024(word, out);
   out[0] = sub_f16x2(out[0], kLow);
   out[1] = fma_f16x2(out[1], kSixteenth, kHigh);
   out[2] = sub_f16x2(out[2], kLow);
@@ -133,9 +138,14 @@ WONLY_HOST_DEVICE void look_up(uint32_t word, const ByteTable& table, uint32_t (
 // ---- eight bits to fp16
 // ---------------------------------------------------------------------------------------------------------
 
-// PRMT puts a byte under 0x64, which makes 1024 + code; one subtraction of 1024 (`uint8`) or 1152 = 0x6480 (`int8`).
-// After FasterTransformer's converter, whose selectors 0x5250 and 0x5351 also undo the interleaving. 2 PRMT, 2
-// subtractions.
+// PRMT puts a byte under 0x64, which makes 1024 + code.
+WONLY_HOST_DEVICE void uint8_above_1024(uint32_t word, uint32_t (&out)[2]) {
+  out[0] = byte_permute(word, 0x64646464u, 0x5250u);
+  out[1] = byte_permute(word, 0x64646464u, 0x5351u);
+}
+
+// One subtraction of 1024 (`uint8`) or 1152 = 0x6480 (`int8`). After FasterTransformer's converter, whose selectors
+// 0x5250 and 0x5351 also undo the interleaving. 2 PRMT, 2 subtractions.
 template <int kZero, ByteOrder kOrder>
 WONLY_HOST_DEVICE void eight_bits_to_f16(uint32_t word, uint32_t (&out)[2]) {
   static_assert(kZero == 0 || kZero == 128);

@@ -50,6 +50,23 @@ def test_kernels(rng, bits, mode, dtype):
         assert_transposed(transposed(dy, weight.qt, k), dy, weight)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_few_tokens(rng, bits, mode, dtype):
+    """Scales and shift of the type of the tokens, for which the streaming kernel has instances of their own."""
+    for group_size, m, k, n in [
+        (128, 3, 384, 264),
+        (32, 16, 96, 136),
+        (32, 7, 160, 77),
+        (64, 12, 192, 1096),
+        (None, 1, 37, 520),
+    ]:
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=dtype)
+        dy = random_x(rng, (m, n), dtype)
+        assert_transposed(transposed(dy, weight.qt, k), dy, weight)
+
+
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257, 600])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", [None, "cuda"])
