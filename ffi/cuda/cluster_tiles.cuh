@@ -101,9 +101,10 @@ struct Strips {
   }
 };
 
-// A thread of a warpgroup that multiplies. Its sums of columns 8j .. 8j + 7 (rows of the result) are 4j .. 4j + 3: of
-// columns 2t and 2t + 1 of those for output row(), then for row() + 8.
-struct Consumer {
+// A thread of one of kCount warpgroups that multiply. Its sums of columns 8j .. 8j + 7 (rows of the result) are 4j ..
+// 4j + 3: of columns 2t and 2t + 1 of those for output row(), then for row() + 8.
+template <int kCount>
+struct ConsumerOf {
   int warpgroup, warp;  // warp: of the warpgroup
 
   // Not kept in registers.
@@ -111,7 +112,13 @@ struct Consumer {
   __device__ static int thread() { return threadIdx.x % 128; }
   __device__ int row() const { return warp * kAtomN + lane() / 4; }
   __device__ void sync() const {
-    if (warpgroup == 0) {
+    if (kCount > 2 && warpgroup >= 2) {
+      if (warpgroup == 2) {
+        ptx::warpgroup_sync<3>();
+      } else {
+        ptx::warpgroup_sync<4>();
+      }
+    } else if (warpgroup == 0) {
       ptx::warpgroup_sync<1>();
     } else {
       ptx::warpgroup_sync<2>();
@@ -227,5 +234,6 @@ struct Consumer {
     }
   }
 };
+using Consumer = ConsumerOf<kWarpgroups>;
 
 }  // namespace wonly::tiles

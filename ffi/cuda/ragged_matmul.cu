@@ -13,8 +13,8 @@
 namespace wonly {
 namespace {
 
-// Rows of an expert, were they spread evenly, from which on the kernels for more of them are faster.
-constexpr int64_t kWarpgroupRows = 8, kTiledRows = 48;
+// Rows of an expert, were they spread evenly, from which on ragged_tiled is faster than matmul_stream.
+constexpr int64_t kTiledRows = 48;
 constexpr int64_t kDecodeInputs = 1024;
 
 cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
@@ -79,15 +79,20 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   const bool ids = args.row_mode == RowMode::kIds;
   const bool in_order = device.architecture == 90 && (!ids || ragged::can_order(args));
   const bool table = args.product.shift_mode == ShiftMode::kTable;  // the tiled kernel alone looks codes up
-  const bool tiled = in_order && (table || args.m >= kTiledRows * args.experts) && ragged_tiled::supports(args.product);
-  if (table && !tiled) return cudaErrorNotSupported;
-  if (!tiled && !(in_order && args.m >= kWarpgroupRows * args.experts && ragged_warpgroup::supports(args.product))) {
+  if (!table) {
     const cudaError_t error = launch_decode(args, device, stream);
-    return error == cudaErrorInvalidConfiguration ? launch_stream(args, device, stream) : error;
+    if (error != cudaErrorInvalidConfiguration) return error;
   }
+  // Ids cost it two kernels more, which put the rows in order.
+  const bool warpgroup = in_order && (!ids || args.m >= args.experts);
+  const int rows = warpgroup ? ragged_warpgroup::tile_rows(args.product, args.m, args.experts) : 0;  // of a tile
+  const bool tiled =
+      in_order && rows == 0 && (table || args.m >= kTiledRows * args.experts) && ragged_tiled::supports(args.product);
+  if (table && !tiled) return cudaErrorNotSupported;
+  if (rows == 0 && !tiled) return launch_stream(args, device, stream);
   ragged::Work work;
-  cudaError_t error = ragged::plan(args, tiled ? ragged_tiled::kTileRows : ragged_warpgroup::kTileRows, ids,
-                                   shared_share(device, 1), stream, &work);
+  cudaError_t error =
+      ragged::plan(args, tiled ? ragged_tiled::kTileRows : rows, ids, shared_share(device, 1), stream, &work);
   if (error != cudaSuccess) return error;
   MatmulArgs product = args.product;
   if (ids) error = ragged::order(args, work, &product.x, stream);

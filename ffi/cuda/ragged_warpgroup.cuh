@@ -1,12 +1,19 @@
-// The ragged product for a dozen rows of an expert on Hopper: wgmma with the weights as register operand, as in
+// The ragged product for some tens of rows of an expert on Hopper: wgmma with the weights as register operand, as in
 // matmul_warpgroup.cuh, by CTAs that stay.
 //
-// One CTA on every multiprocessor takes every so-many-th tile of 256 outputs x up to 32 rows of an expert; its producer
-// warps run ahead into the next tile while the last results are still being written. Four warpgroups of 64 outputs
-// share the rows' activations. Sums of a group are exact products of 16-bit numbers in float32, and its scale
-// multiplies them there. A row's result does not depend on other rows.
+// One CTA on every multiprocessor takes every so-many-th tile, of 256 outputs x up to 64 rows of an expert or of 128 x
+// 128; its producer warps run ahead into the next tile while the last results are still being written. Four or two
+// warpgroups of 64 outputs share the rows' activations, and multiply about as many columns as a tile has rows. Sums of
+// a group are exact products of 16-bit numbers in float32, and its scale multiplies them there. A row's result does not
+// depend on other rows.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/cluster_tiles.cuh"
+#include "cuda/epilogue.cuh"
+#include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_warpgroup.h"
@@ -20,309 +27,422 @@ using warpgroup::kBarrierBytes;
 using warpgroup::kStageK;
 using warpgroup::kStageSteps;
 
-constexpr int kColumns = kTileRows;  // of a product
+constexpr int kLowWarpgroups = 4, kHighWarpgroups = 2;  // for tiles of kLowRows and kHighRows
+constexpr int kProducers = 4;                           // warps
+constexpr int kStagedRows = 16;                         // that a warpgroup writes at a time, as float32
+constexpr int kPlacedRows = 32;                         // or as 16 bits
+constexpr int kStagedBytes = kStagedRows * tiles::kStagedStride * 4;
 constexpr int kCtaBytes = 227 << 10;
-constexpr int kRotation = 5;
+static_assert(kStagedBytes >= kPlacedRows * kTileN * 2);
 
-template <typename X_, int kBits_, bool kSmallGroups_>
+// Rows first .. first + rows - 1 of the plan's order, and the outputs of `strips` warpgroups from n0 on.
+struct alignas(16) Tile {
+  int expert, first, rows, n0;
+  int strips;
+};
+
+// `kPlain_`: as warpgroup::Kind::kPlain, not kOther.
+template <typename X_, int kBits_, int kWarpgroups_, int kFlushes_, bool kPlain_>
 struct Shape {
   using X = X_;
   static constexpr int kBits = kBits_;
-  static constexpr bool kSmallGroups = kSmallGroups_;  // of 32 or 64 inputs
-  static constexpr int kWarpgroups = 4;
-  static constexpr int kRows = kWarpgroups * kTileN;
+  static constexpr int kWarpgroups = kWarpgroups_;  // that multiply, 64 outputs each
+  static constexpr int kTileRows = kWarpgroups == kLowWarpgroups ? kLowRows : kHighRows;
+  static constexpr int kOutputs = kWarpgroups * kTileN;  // of a tile
   static constexpr int kConsumers = kWarpgroups * 128;
-  static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kProducerRegisters = 32;
-  static constexpr int kConsumerRegisters = 112;
+  static constexpr int kThreads = kConsumers + kProducers * 32;
+  static constexpr int kProducerRegisters = kWarpgroups == kLowWarpgroups ? 32 : 40;
+  static constexpr int kConsumerRegisters = kWarpgroups == kLowWarpgroups ? 112 : 232;
+  static constexpr int kBoxRows = kTileRows / kProducers;  // of the tensor copy engine
+  static constexpr int kHalfBytes = kTileRows * 128;       // activations: two halves of 64 inputs
+  static constexpr int kFlushes = kFlushes_;  // group ends in a stage: 4 for groups of 32 and 64, 1 for more
+  static constexpr bool kPlain = kPlain_;
 
-  static constexpr int kTiles = kStageK / tile_k(kBits);
-  static constexpr int kFlushes = kSmallGroups ? 4 : 1;
-  static constexpr int kHalfBytes = kColumns * 128;  // activations: two halves of 64 inputs
+  // A unit is what the tensor cores work on while the codes of the next are converted.
+  static constexpr int kUnits = kFlushes == 4 ? 4 : 2;
+  static constexpr int kUnitSteps = kStageSteps / kUnits;
+
+  static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
+  static constexpr int kScaleStride = kOutputs * (kPlain ? 2 : 4);
   static constexpr int kWeightsAt = 2 * kHalfBytes;
   static constexpr int kScalesAt = kWeightsAt + kWarpgroups * kTiles * kTileBytes;
-  static constexpr int kZerosAt = kScalesAt + kFlushes * kRows * 4;
-  static constexpr int kStageBytes = (kZerosAt + kFlushes * kRows + 1023) / 1024 * 1024;
-  static constexpr int kStoreRows = kBits == 4 ? 16 : 8;  // that a warpgroup puts in order before they are stored
-  static constexpr int kStoreStride = kTileN + 4;         // floats
-  static constexpr int kStoreBytes = kStoreRows * kStoreStride * 4;
-  static constexpr int kOtherBytes = kBarrierBytes + kWarpgroups * kStoreBytes + ragged::kMostPlanBytes;
+  static constexpr int kZerosAt = kScalesAt + kFlushes * kScaleStride;
+  static constexpr int kStageBytes = (kZerosAt + kFlushes * kOutputs + 1023) / 1024 * 1024;
+  static constexpr int kOtherBytes = kBarrierBytes + kWarpgroups * kStagedBytes + ragged::kMostPlanBytes;
   static constexpr int kStages = (kCtaBytes - kOtherBytes) / kStageBytes;
-  static constexpr int kStoreAt = kBarrierBytes + kStages * kStageBytes;
-  static constexpr int kPlanAt = kStoreAt + kWarpgroups * kStoreBytes;
-  static_assert(kStages >= 3 && kStageBytes % 1024 == 0);
+  static constexpr int kNotesAt = 2 * kStages * 8;
+  static constexpr int kStagedAt = kBarrierBytes + kStages * kStageBytes;
+  static constexpr int kPlanAt = kStagedAt + kWarpgroups * kStagedBytes;
+  static_assert(kStages >= 3 && kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
+  static_assert(kNotesAt % alignof(Tile) == 0 && kNotesAt + kStages * sizeof(Tile) <= kBarrierBytes);
 };
 
 struct Params {
   MatmulArgs args;
   ragged::Work work;
-  int row_blocks;         // of kRows outputs
+  int output_blocks;      // of kOutputs
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
 };
 
-// A tile of the work: rows first .. first + rows - 1 of the plan's order and a block of outputs.
-struct Tile {
-  int expert, first, rows;
-  int64_t n0;
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(ragged::kAllLanes, value, 0); }
+
+// All tiles: whole ones, and then those of the last round, whose outputs several CTAs share where there are enough.
+template <int kWarpgroups>
+struct Walk {
+  int whole, parts, count;
+
+  __device__ explicit Walk(int tiles) {
+    const int grid = static_cast<int>(gridDim.x), last = tiles % grid;
+    whole = tiles - last;
+    parts = last * kWarpgroups <= grid ? kWarpgroups : last * 2 <= grid ? 2 : 1;
+    count = whole + last * parts;
+  }
 };
 
 // One warp.
 template <typename S>
-__device__ __forceinline__ Tile find_tile(const ragged::Plan& plan, int64_t index, int row_blocks) {
-  const ragged::Span span = ragged::find_span(plan, static_cast<int>(index / row_blocks));
-  const int local = static_cast<int>(index - static_cast<int64_t>(span.first_tile) * row_blocks);
-  const int tiles = ragged::tiles_of(span.rows, kTileRows);  // those of the same weights run together
-  const int first = local % tiles * kTileRows;
-  return {span.expert, span.first + first, min(kTileRows, span.rows - first),
-          static_cast<int64_t>(local / tiles) * S::kRows};
+__device__ __forceinline__ Tile find_tile(const ragged::Plan& plan, const Walk<S::kWarpgroups>& walk, int index,
+                                          int output_blocks) {
+  int part = 0, strips = S::kWarpgroups;
+  if (index >= walk.whole) {
+    const int of_last = index - walk.whole;
+    index = walk.whole + of_last / walk.parts;
+    part = of_last % walk.parts;
+    strips = S::kWarpgroups / walk.parts;
+  }
+  const ragged::Span span = ragged::find_span(plan, index / output_blocks);
+  const int local = index - span.first_tile * output_blocks;
+  const int tiles = ragged::tiles_of(span.rows, S::kTileRows);  // those of the same weights run together
+  const int block = local / tiles, first = (local - block * tiles) * S::kTileRows;
+  return {uniform(span.expert), uniform(span.first + first), uniform(min(S::kTileRows, span.rows - first)),
+          uniform(block * S::kOutputs + part * strips * kTileN), uniform(strips)};
 }
 
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+// Where a tile's walk over the inputs begins: CTAs that walk in step would all read addresses a multiple of a large
+// power of two apart, which share memory channels. The golden ratio spreads any number. As it is the order of a sum, an
+// output has the same in every tile.
+__device__ __forceinline__ int first_stage(const Tile& tile, int64_t n, int stages) {
+  constexpr int kBlock = kLowWarpgroups * kTileN;
+  const uint32_t weights = static_cast<uint32_t>(tile.expert * ceil_div(n, kBlock) + tile.n0 / kBlock);
+  return static_cast<int>(__umulhi(weights * 0x9e3779b9u, static_cast<uint32_t>(stages)));
 }
 
-// Where a tile's walk over the inputs begins: somewhere else for other outputs.
+// The ring of a CTA, at the beginning of its shared memory.
 template <typename S>
-__device__ __forceinline__ int first_stage(int64_t n0, int stages) {
-  return static_cast<int>(n0 / S::kRows) * kRotation % stages;
-}
+struct Ring {
+  uint8_t* shared;
+  RingPosition<S::kStages> at{};
 
+  __device__ uint64_t* full() const { return reinterpret_cast<uint64_t*>(shared) + at.slot; }
+  __device__ uint64_t* empty(int slot) const { return reinterpret_cast<uint64_t*>(shared) + S::kStages + slot; }
+  __device__ uint8_t* stage() const { return shared + kBarrierBytes + at.slot * S::kStageBytes; }
+  // Beside a tile's first stage: the tile.
+  __device__ Tile* note() const { return reinterpret_cast<Tile*>(shared + S::kNotesAt) + at.slot; }
+  __device__ void wait_full() const { ptx::barrier_wait(full(), at.phase); }
+  // In the first round at once.
+  __device__ void wait_empty() const { ptx::barrier_wait(empty(at.slot), at.phase ^ 1); }
+  // By a warp that has read it.
+  __device__ void release(int slot) const {
+    __syncwarp();
+    if (threadIdx.x % 32 < kArrivals) ptx::barrier_arrive(empty(slot));
+  }
+};
+
+// One of four warps. Warp w brings the weights of row tile w, if there are as many, and a box of activations; the
+// second also scales and zeros, the first says which tile it is. All lanes walk along, so that addresses stay in
+// uniform registers, and one of them issues. With few rows a stage is multiplied as fast as its copies are asked for,
+// so little is left to do once it is empty.
 template <typename S>
 __device__ __forceinline__ void produce(const Params& params, const CUtensorMap* x_map, const ragged::Plan& plan,
-                                        uint8_t* shared) {
+                                        Ring<S>& ring, int producer) {
+  constexpr int kStripBytes = S::kTiles * kTileBytes, kBoxBytes = S::kBoxRows * 128;
   const MatmulArgs& args = params.args;
-  uint64_t* const full = reinterpret_cast<uint64_t*>(shared);
-  uint64_t* const empty = full + S::kStages;
-  uint8_t* const ring = shared + kBarrierBytes;
-  const int thread = static_cast<int>(threadIdx.x) - S::kConsumers;
-  // Warp w brings the weights of row tile w; the first also activations, the second scales and zeros. All lanes walk
-  // along, so that addresses stay in uniform registers, and one of them issues.
-  const int producer = __shfl_sync(0xffffffffu, thread / 32, 0);
   const int stages = static_cast<int>(ceil_div(args.k, kStageK));
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
+  const int last_bytes = (k_tiles - (stages - 1) * S::kTiles) * kTileBytes;
   const int blocks = static_cast<int>(ceil_div(args.k, 32));
-  const bool grouped = params.log2_group_blocks >= 0;
+  const bool scaling = producer == 1 && (S::kPlain || params.log2_group_blocks >= 0);
+  const int scale_size = S::kPlain ? 2 : element_size(args.scale_dtype);
   const bool has_zeros = args.shift_mode == ShiftMode::kZeros;
-  const int scale_size = element_size(args.scale_dtype);
-  RingPosition<S::kStages> at;
-  const int64_t all = static_cast<int64_t>(plan.tile_count) * params.row_blocks;
-  for (int64_t index = blockIdx.x; index < all; index += gridDim.x) {
-    const Tile tile = find_tile<S>(plan, index, params.row_blocks);
-    if (tile.expert < 0) continue;
+  const uint32_t n = static_cast<uint32_t>(args.n);
+  const Walk<S::kWarpgroups> walk(plan.tile_count * params.output_blocks);
+  for (int index = blockIdx.x; index < walk.count; index += gridDim.x) {
+    const Tile tile = find_tile<S>(plan, walk, index, params.output_blocks);
+    const int outputs = static_cast<int>(min(static_cast<int64_t>(tile.strips * kTileN), args.n - tile.n0));
     const int64_t expert = tile.expert;
-    const uint32_t* const words =
-        args.qw + expert * args.qw_batch_stride + (tile.n0 / kTileN + producer) * k_tiles * kTileWords;
+    const uint8_t* const words =
+        reinterpret_cast<const uint8_t*>(args.qw + expert * args.qw_batch_stride +
+                                         static_cast<int64_t>(tile.n0 / kTileN + producer) * k_tiles * kTileWords);
     const uint8_t* const scales =
-        static_cast<const uint8_t*>(args.scales) + expert * args.scales_batch_stride * scale_size;
-    const uint8_t* const zeros = static_cast<const uint8_t*>(args.shift) + expert * args.shift_batch_stride;
-    const bool has_weights = tile.n0 + producer * kTileN < args.n;
-    const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - tile.n0));
-    int stage = first_stage<S>(tile.n0, stages);
-    for (int i = 0; i < stages; ++i, at.advance()) {
-      ptx::barrier_wait(empty + at.slot, at.phase ^ 1);  // of the first round: at once
-      uint8_t* const to = ring + at.slot * S::kStageBytes;
-      uint64_t* const done = full + at.slot;
+        static_cast<const uint8_t*>(args.scales) + (expert * args.scales_batch_stride + tile.n0) * scale_size;
+    const uint8_t* const zeros = static_cast<const uint8_t*>(args.shift) + expert * args.shift_batch_stride + tile.n0;
+    const bool has_weights = producer * kTileN < outputs, has_rows = producer * S::kBoxRows < tile.rows;
+    const int scale_bytes = outputs * scale_size;
+    const int group_bytes = scaling ? scale_bytes + (has_zeros ? outputs : 0) : 0;
+    const int whole_bytes = (has_weights ? kStripBytes : 0) + (has_rows ? 2 * kBoxBytes : 0);
+    const int row = tile.first + producer * S::kBoxRows;
+    int stage = first_stage(tile, args.n, stages);
+    ring.wait_empty();
+    if (producer == 0 && ptx::elect_one()) *ring.note() = tile;
+    __syncwarp();
+    if (tile.expert < 0 || outputs <= 0) {  // an empty stage
+      if (ptx::elect_one()) ptx::barrier_arrive(ring.full());
+      ring.at.advance();
+      continue;
+    }
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      ring.wait_empty();
       if (ptx::elect_one()) {
-        const int tile_bytes = has_weights ? min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes : 0;
-        const int groups = grouped ? min(S::kFlushes, blocks - stage * (kStageK / 32)) : 0;
-        int mine = 0;
-        if (producer == 0) mine = kColumns * 256;
-        if (producer == 1) mine = groups * outputs * (scale_size + (has_zeros ? 1 : 0));
-        ptx::barrier_expect(done, mine + tile_bytes);
+        uint8_t* const to = ring.stage();
+        uint64_t* const done = ring.full();
+        const int bytes = stage + 1 == stages ? last_bytes : kStripBytes;  // of a strip
+        const int groups = S::kFlushes == 1 ? 1 : min(S::kFlushes, blocks - stage * (kStageK / 32));
+        ptx::barrier_expect(done, whole_bytes - (has_weights ? kStripBytes - bytes : 0) + groups * group_bytes);
         if (has_weights) {
-          ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
-                         words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
+          ptx::bulk_copy(to + S::kWeightsAt + producer * kStripBytes, words + static_cast<int64_t>(stage) * kStripBytes,
+                         bytes, done);
         }
-        if (producer == 0) {
-          ptx::tensor_copy_3d(to, x_map, stage * kStageK, tile.first, 0, done);
-          ptx::tensor_copy_3d(to + S::kHalfBytes, x_map, stage * kStageK + 64, tile.first, 0, done);
-        } else if (producer == 1) {
-          for (int flush = 0; flush < groups; ++flush) {
-            const int64_t first = ((stage * (kStageK / 32) + flush) >> params.log2_group_blocks) * args.n + tile.n0;
-            ptx::bulk_copy(to + S::kScalesAt + flush * S::kRows * 4, scales + first * scale_size, outputs * scale_size,
-                           done);
-            if (has_zeros) ptx::bulk_copy(to + S::kZerosAt + flush * S::kRows, zeros + first, outputs, done);
+        if (has_rows) {
+          ptx::tensor_copy_3d(to + producer * kBoxBytes, x_map, stage * kStageK, row, 0, done);
+          ptx::tensor_copy_3d(to + S::kHalfBytes + producer * kBoxBytes, x_map, stage * kStageK + 64, row, 0, done);
+        }
+        if (scaling) {
+#pragma unroll
+          for (int flush = 0; flush < S::kFlushes; ++flush) {
+            if (flush >= groups) break;
+            const uint32_t group = (stage * (kStageK / 32) + flush) >> params.log2_group_blocks;
+            const uint64_t first = static_cast<uint64_t>(group) * n;
+            ptx::bulk_copy(to + S::kScalesAt + flush * S::kScaleStride, scales + first * scale_size, scale_bytes, done);
+            if (has_zeros) ptx::bulk_copy(to + S::kZerosAt + flush * S::kOutputs, zeros + first, outputs, done);
           }
         }
       }
       __syncwarp();
+      ring.at.advance();
       if (++stage == stages) stage = 0;
     }
   }
 }
 
-// What a consumer warp knows besides its accumulators.
+// A thread that multiplies.
 template <typename S>
-struct Consumer {
+struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
   using X = typename S::X;
   using C = Convert<X>;
-  static constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;  // steps of 16 inputs that one 16-byte vector holds
+  using Base = tiles::ConsumerOf<S::kWarpgroups>;
+  using Base::row, Base::thread, Base::warpgroup;
+  static constexpr int kSums = S::kTileRows / 2;
 
-  const Params& params;
-  uint8_t* shared;
-  RingPosition<S::kStages> at{};
-
-  // The tile's rows for this warp's outputs.
-  __device__ __forceinline__ void run(const ragged::Plan& plan, const Tile& tile) {
-    // The codes of a unit of steps are converted while the tensor cores work on the one before.
-    constexpr int kUnitSteps = S::kSmallGroups ? 2 : 4;
-    constexpr int kUnits = kStageSteps / kUnitSteps;
-    constexpr int kHeld = kUnitSteps < kVectorSteps ? kVectorSteps : kUnitSteps;
+  // The sums of a tile of up to kColumns rows, whose first stage is full.
+  template <int kColumns>
+  __device__ __forceinline__ void multiply(const Params& params, const Tile& tile, Ring<S>& ring,
+                                           float (&acc)[kSums]) const {
+    constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
+    constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
+    constexpr int kVectors = kShared ? 1 : S::kUnitSteps / kVectorSteps;
     const MatmulArgs& args = params.args;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int warpgroup = warp / 4;
-    const int row = warpgroup * kTileN + warp % 4 * kAtomN + lane / 4;  // outputs n0 + row and n0 + row + 8
-    uint64_t* const full = reinterpret_cast<uint64_t*>(shared);
-    uint64_t* const empty = full + S::kStages;
     const int stages = static_cast<int>(ceil_div(args.k, kStageK));
     const int blocks = static_cast<int>(ceil_div(args.k, 32));
-    const bool grouped = params.log2_group_blocks >= 0;
+    const bool grouped = S::kPlain || params.log2_group_blocks >= 0;
     const bool has_zeros = args.shift_mode == ShiftMode::kZeros;
-    const bool wide_scales = args.scale_dtype == DType::kF32, bf16_scales = args.scale_dtype == DType::kBF16;
-    const int scale_size = wide_scales ? 4 : 2;
-    const auto release = [&](int slot) {
-      __syncwarp();
-      if (lane < kArrivals) ptx::barrier_arrive(empty + slot);
-    };
-    if (tile.n0 + warpgroup * kTileN >= args.n) {
-      for (int index = 0; index < stages; ++index, at.advance()) {
-        ptx::barrier_wait(full + at.slot, at.phase);
-        release(at.slot);
-      }
-      return;
-    }
+    const bool wide = !S::kPlain && args.scale_dtype == DType::kF32;
+    const bool bf16 = S::kPlain ? C::kBf16 : args.scale_dtype == DType::kBF16;
+    const int of_tile = warpgroup * kTileN + row();  // this lane's outputs: n0 + of_tile and n0 + of_tile + 8
 
-    float acc[kColumns / 2] = {}, part[kColumns / 2];
-    float scale[2] = {};
-    uint32_t zero[2] = {C::minus_zero(static_cast<float>(bias_of(S::kBits))),
-                        C::minus_zero(static_cast<float>(bias_of(S::kBits)))};
+    float part[kColumns / 2], scale[2] = {};
+    uint32_t zero[2];
+    zero[0] = zero[1] = C::minus_zero(static_cast<float>(bias_of(S::kBits)));
     if (!grouped) {
-      const uint8_t* const scales =
-          static_cast<const uint8_t*>(args.scales) + tile.expert * args.scales_batch_stride * scale_size;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int64_t n = min(tile.n0 + row + 8 * i, args.n - 1);
-        scale[i] = load_element(scales, n, args.scale_dtype) * C::kUnscale;
+        const int64_t n = min(static_cast<int64_t>(tile.n0 + of_tile + 8 * i), args.n - 1);
+        scale[i] =
+            load_element(args.scales, tile.expert * args.scales_batch_stride + n, args.scale_dtype) * C::kUnscale;
         if (has_zeros) {
           zero[i] = C::minus_zero(
               static_cast<float>(static_cast<const uint8_t*>(args.shift)[tile.expert * args.shift_batch_stride + n]));
         }
       }
     }
-    const auto set_scales = [&](const uint8_t* data, int stage, int unit) {
-      if (!grouped) return;
-      const uint8_t* const from = data + S::kScalesAt + unit * S::kRows * 4 + row * scale_size;
-      const bool copied = stage * (kStageK / 32) + unit < blocks;
+    uint32_t codes[2][S::kUnitSteps][4];
+    uint4 words[kVectors];
+    uint32_t zero_bits[2], scale_bits[2];
+    // Loads come some instructions before what they are for.
+    const auto load_unit = [&](const uint8_t* data, int unit) {
+      if (!kShared || unit % 2 == 0) {
+        const uint4* const from =
+            reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + thread();
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32_t bits = wide_scales ? reinterpret_cast<const uint32_t*>(from)[8 * i]
-                                          : reinterpret_cast<const uint16_t*>(from)[8 * i];
-        const float narrow =
-            bf16_scales ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
-        scale[i] = copied ? (wide_scales ? __uint_as_float(bits) : narrow) * C::kUnscale : 0.f;
-      }
-    };
-
-    uint32_t codes[2][kHeld][4];
-    const auto prepare = [&](const uint8_t* data, int unit) {
-      if (has_zeros && grouped && (S::kSmallGroups || unit == 0)) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          zero[i] = C::minus_zero(static_cast<float>(data[S::kZerosAt + unit * S::kRows + row + 8 * i]));
+        for (int i = 0; i < kVectors; ++i) {
+          words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
         }
       }
-      const uint4* const words =
-          reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + warp % 4 * 32 +
-          lane;
-#pragma unroll
-      for (int step = 0; step < kHeld; step += kVectorSteps) {
-        warpgroup::convert<X, S::kBits>(words[(unit * kUnitSteps + step) / kVectorSteps * (kTileBytes / 16)], zero[0],
-                                        zero[1], codes[unit % 2] + step);
+      if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
+        const uint8_t* const from = data + S::kZerosAt + unit * S::kOutputs + of_tile;
+        zero_bits[0] = from[0], zero_bits[1] = from[8];
       }
     };
-    const auto multiply = [&](uint64_t x, int unit) {
+    const auto convert_unit = [&](int unit) {
+      if (has_zeros && grouped && (S::kFlushes > 1 || unit == 0)) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(zero_bits[i]));
+      }
+      uint32_t (&to)[S::kUnitSteps][4] = codes[unit % 2];
+      if constexpr (kShared) {
+        const uint4& both = words[0];
+        warpgroup::convert_half<X, S::kBits>(unit % 2 == 0 ? both.x : both.z, unit % 2 == 0 ? both.y : both.w, zero[0],
+                                             zero[1], to);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          warpgroup::convert<X, S::kBits>(words[i], zero[0], zero[1], to + i * kVectorSteps);
+        }
+      }
+    };
+    const auto multiply_unit = [&](uint64_t x, int unit) {
       ptx::wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kUnitSteps; ++i) {
-        const int step = unit * kUnitSteps + i;
-        const uint64_t of_step = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
-        const uint32_t (&held)[4] = codes[unit % 2][kUnitSteps < kVectorSteps ? step % kVectorSteps : i];
-        const bool accumulate = i > 0 || (unit > 0 && !S::kSmallGroups);
+      for (int i = 0; i < S::kUnitSteps; ++i) {
+        const int step = unit * S::kUnitSteps + i;
+        const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
+        const bool accumulate = i > 0 || (S::kFlushes == 1 && unit > 0);
         if constexpr (C::kBf16) {
-          ptx::Wgmma<kColumns>::bf16(part, held, of_step, accumulate);
+          ptx::Wgmma<kColumns>::bf16(part, codes[unit % 2][i], operand_x, accumulate);
         } else {
-          ptx::Wgmma<kColumns>::f16(part, held, of_step, accumulate);
+          ptx::Wgmma<kColumns>::f16(part, codes[unit % 2][i], operand_x, accumulate);
         }
       }
       ptx::wgmma_commit();
     };
-    const auto stage_data = [&]() { return shared + kBarrierBytes + at.slot * S::kStageBytes; };
-    int stage = first_stage<S>(tile.n0, stages);
-    const uint8_t* data = stage_data();
-    ptx::barrier_wait(full + at.slot, at.phase);
-    prepare(data, 0);
+    const auto load_scales = [&](const uint8_t* data, int group) {
+      const uint8_t* const from = data + S::kScalesAt + group * S::kScaleStride;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        scale_bits[i] = wide ? reinterpret_cast<const uint32_t*>(from)[of_tile + 8 * i]
+                             : reinterpret_cast<const uint16_t*>(from)[of_tile + 8 * i];
+      }
+    };
+    // Of a group whose scales were copied; without, all of its activations are zeros.
+    const auto set_scales = [&](bool copied) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t bits = scale_bits[i];
+        const float narrow =
+            bf16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+        const float stored = copied ? (wide ? __uint_as_float(bits) : narrow) : 0.f;
+        scale[i] = grouped ? stored * C::kUnscale : scale[i];
+      }
+    };
+
+#pragma unroll
+    for (float& sum : acc) sum = 0.f;
+    int stage = first_stage(tile, args.n, stages);
+    const uint8_t* data = ring.stage();
+    load_unit(data, 0);
+    convert_unit(0);
+#pragma unroll 1
     for (int index = 0; index < stages; ++index) {
       const uint64_t x = ptx::wgmma_descriptor(data);
-      const int slot = at.slot;
+      const int slot = ring.at.slot, groups = blocks - stage * (kStageK / 32);
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        const bool last = unit + 1 == kUnits;
-        multiply(x, unit);
-        if (unit > 0 && !S::kSmallGroups) ptx::wgmma_wait<1>();
-        if (last || S::kSmallGroups) set_scales(data, stage, S::kSmallGroups ? unit : 0);
-        if (!last) {
-          prepare(data, unit + 1);
-        } else {
-          at.advance();
-          stage = stage + 1 == stages ? 0 : stage + 1;
-          data = stage_data();
-          if (index + 1 < stages) {
-            ptx::barrier_wait(full + at.slot, at.phase);
-            prepare(data, 0);
-          }
+      for (int unit = 0; unit < S::kUnits; ++unit) {
+        const bool last = unit + 1 == S::kUnits, flushes = S::kFlushes > 1 || last;
+        const int group = S::kFlushes > 1 ? unit : 0;
+        if (!last) load_unit(data, unit + 1);
+        if (flushes) load_scales(data, group);
+        multiply_unit(x, unit);
+        if (flushes) set_scales(S::kFlushes == 1 || group < groups);
+        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<1>();
+        if (last) {
+          ring.at.advance();
+          data = ring.stage();
+          if (++stage == stages) stage = 0;
         }
-        if (last || S::kSmallGroups) {
+        if (!last) {
+          convert_unit(unit + 1);
+        } else if (index + 1 < stages) {
+          ring.wait_full();
+          load_unit(data, 0);
+          convert_unit(0);
+        }
+        if (flushes) {
           ptx::wgmma_wait<0>();
+          if (last) ring.release(slot);
 #pragma unroll
           for (int i = 0; i < kColumns / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
         }
       }
-      release(slot);
-    }
-
-    // Through shared memory, so that four neighbouring outputs of a row are stored at once.
-    float* const store = reinterpret_cast<float*>(shared + S::kStoreAt + warpgroup * S::kStoreBytes);
-    const int of_warpgroup = threadIdx.x % 128;
-#pragma unroll 1
-    for (int base = 0; base < tile.rows; base += S::kStoreRows) {
-      sync_threads(1 + warpgroup, 128);
-#pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i) {
-        if (i / (S::kStoreRows / 2) * S::kStoreRows == base) {
-          store[(i / 4 * 8 % S::kStoreRows + lane % 4 * 2 + i % 2) * S::kStoreStride + row % kTileN + i % 4 / 2 * 8] =
-              acc[i];
-        }
-      }
-      sync_threads(1 + warpgroup, 128);
-#pragma unroll 1
-      for (int i = of_warpgroup; i < min(S::kStoreRows, tile.rows - base) * (kTileN / 4); i += 128) {
-        const int token = i / (kTileN / 4), quad = i % (kTileN / 4);
-        const int64_t n = tile.n0 + warpgroup * kTileN + quad * 4;
-        if (n >= args.n) continue;
-        const float4 v = *reinterpret_cast<const float4*>(store + token * S::kStoreStride + quad * 4);
-        finish4(args, tile.expert, plan.row(tile.first + base + token), n, {v.x, v.y, v.z, v.w});
-      }
     }
   }
 
-  // A tile of rows without an expert.
-  __device__ __forceinline__ void clear(const ragged::Plan& plan, const Tile& tile) {
-    const MatmulArgs& args = params.args;
-    const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - tile.n0));
-    for (int row = 0; row < tile.rows; ++row) {
-      const int64_t to = plan.row(tile.first + row) * args.n + tile.n0;
-      for (int i = threadIdx.x; i < outputs; i += S::kConsumers) store_element(args.y, to + i, 0.f, args.y_dtype);
+  // Writes them.
+  __device__ __forceinline__ void finish(const MatmulArgs& args, const ragged::Plan& plan, const Tile& tile,
+                                         float* staged, const float (&acc)[kSums]) const {
+    const int64_t n0 = tile.n0 + warpgroup * kTileN;
+    if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0) {
+      float bias[2] = {};
+      if (args.has_bias) Base::load_bias(args, tile.expert, n0, bias);
+      const auto pack = [&](int i) { return from_float2<X>(acc[i] + bias[i % 4 / 2], acc[i + 1] + bias[i % 4 / 2]); };
+      int places[S::kTileRows / 16];  // all on their way at once, where they are loads
+#pragma unroll
+      for (int i = 0; i < S::kTileRows / 16; ++i) {
+        places[i] = plan.row(tile.first + min(16 * i + Base::stored_row(), tile.rows - 1));
+      }
+      Base::template store_placed<S::kTileRows, kPlacedRows>(args, static_cast<uint16_t*>(args.y), n0, tile.rows,
+                                                             staged, pack, [&](int i) { return places[i]; });
+      return;
     }
+    const auto sums = [&](int i) { return make_float2(acc[i], acc[i + 1]); };
+    Base::template store<S::kTileRows, kStagedRows>(args, n0, tile.rows, staged, sums,
+                                                    [&](int i, int64_t n, const float (&values)[4]) {
+                                                      finish4(args, tile.expert, plan.row(tile.first + i), n, values);
+                                                    });
+  }
+
+  // The next tile.
+  __device__ __forceinline__ void run(const Params& params, const ragged::Plan& plan, Ring<S>& ring) const {
+    const MatmulArgs& args = params.args;
+    ring.wait_full();
+    const Tile* const note = ring.note();
+    const Tile tile = {uniform(note->expert), uniform(note->first), uniform(note->rows), uniform(note->n0),
+                       uniform(note->strips)};
+    const int outputs = static_cast<int>(min(static_cast<int64_t>(tile.strips * kTileN), args.n - tile.n0));
+    if (tile.expert < 0 || outputs <= 0) {  // rows without one, or nothing
+      for (int i = 0; i < tile.rows; ++i) {
+        const int64_t to = plan.row(tile.first + i) * args.n + tile.n0;
+        if (static_cast<int>(threadIdx.x) < outputs) store_element(args.y, to + threadIdx.x, 0.f, args.y_dtype);
+      }
+      ring.release(ring.at.slot);
+      ring.at.advance();
+      return;
+    }
+    if (warpgroup * kTileN >= outputs) {
+      const int stages = static_cast<int>(ceil_div(args.k, kStageK));
+      for (int index = 0; index < stages; ++index) {
+        ring.wait_full();
+        ring.release(ring.at.slot);
+        ring.at.advance();
+      }
+      return;
+    }
+    float acc[kSums];
+    if (tile.rows <= 16) {
+      multiply<16>(params, tile, ring, acc);
+    } else if (tile.rows <= 32) {
+      multiply<32>(params, tile, ring, acc);
+    } else if (S::kTileRows == 64 && tile.rows <= 48) {
+      multiply<48>(params, tile, ring, acc);
+    } else if (tile.rows <= 64) {
+      multiply<64>(params, tile, ring, acc);
+    } else if constexpr (S::kTileRows == 128) {
+      if (tile.rows <= 96) {
+        multiply<96>(params, tile, ring, acc);
+      } else {
+        multiply<128>(params, tile, ring, acc);
+      }
+    }
+    finish(args, plan, tile, reinterpret_cast<float*>(ring.shared + S::kStagedAt + warpgroup * kStagedBytes), acc);
   }
 };
 
@@ -331,31 +451,27 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     ragged_warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap x_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
+  Ring<S> ring{shared};
+  if (threadIdx.x == S::kConsumers) ptx::prefetch_map(&x_map);
   if (threadIdx.x == 0) {
     uint64_t* const full = reinterpret_cast<uint64_t*>(shared);
     for (int i = 0; i < S::kStages; ++i) {
-      ptx::barrier_init(full + i, 4);  // producer warps
+      ptx::barrier_init(full + i, kProducers);
       ptx::barrier_init(full + S::kStages + i, S::kWarpgroups * 4 * kArrivals);
     }
     ptx::barrier_init_fence();
   }
   __syncthreads();
   const ragged::Plan plan = ragged::get_plan(params.work, shared + S::kPlanAt);
-  if (threadIdx.x >= S::kConsumers) {
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp >= S::kWarpgroups * 4) {
     ptx::lower_registers<S::kProducerRegisters>();
-    produce<S>(params, &x_map, plan, shared);
+    produce<S>(params, &x_map, plan, ring, warp - S::kWarpgroups * 4);
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
-    Consumer<S> consumer{params, shared};
-    const int64_t all = static_cast<int64_t>(plan.tile_count) * params.row_blocks;
-    for (int64_t index = blockIdx.x; index < all; index += gridDim.x) {
-      const Tile tile = find_tile<S>(plan, index, params.row_blocks);
-      if (tile.expert < 0) {
-        consumer.clear(plan, tile);
-      } else {
-        consumer.run(plan, tile);
-      }
-    }
+    const Consumer<S> consumer{{warp / 4, warp % 4}};
+    const Walk<S::kWarpgroups> walk(uniform(plan.tile_count) * params.output_blocks);
+    for (int index = blockIdx.x; index < walk.count; index += gridDim.x) consumer.run(params, plan, ring);
   }
 #else
   __trap();
@@ -367,11 +483,11 @@ cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream
   CUtensorMap map;
   MatmulArgs x = params.args;
   x.m = params.work.m;
-  if (cudaError_t error = describe_activations(x, kColumns, &map); error != cudaSuccess) return error;
-  params.row_blocks = static_cast<int>(ceil_div(params.args.n, S::kRows));
+  if (cudaError_t error = describe_activations(x, S::kBoxRows, &map); error != cudaSuccess) return error;
+  params.output_blocks = static_cast<int>(ceil_div(params.args.n, S::kOutputs));
   LaunchShape shape;
-  shape.grid = dim3(
-      static_cast<unsigned>(std::min<int64_t>(multiprocessors, ragged::most_tiles(params.work) * params.row_blocks)));
+  const int64_t most = ragged::most_tiles(params.work) * params.output_blocks * S::kWarpgroups;
+  shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(multiprocessors, most)));
   shape.threads = S::kThreads;
   shape.shared_bytes = S::kPlanAt + ragged::plan_bytes(params.work.experts);
   return launch_kernel(ragged_warpgroup_matmul<S>, shape, stream, params, map);
@@ -383,13 +499,33 @@ cudaError_t launch_typed(const MatmulArgs& args, const ragged::Work& work, int m
   params.args = args;
   params.work = work;
   params.log2_group_blocks = log2_group_blocks(args);
+  const bool plain = warpgroup::is_plain(args), low = work.tile_rows == kLowRows;
   const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
-  if (args.bits == 4) {
-    return small_groups ? launch_shape<Shape<X, 4, true>>(params, multiprocessors, stream)
-                        : launch_shape<Shape<X, 4, false>>(params, multiprocessors, stream);
-  }
-  return small_groups ? launch_shape<Shape<X, 8, true>>(params, multiprocessors, stream)
-                      : launch_shape<Shape<X, 8, false>>(params, multiprocessors, stream);
+  if (plain && params.log2_group_blocks < 0) params.log2_group_blocks = 30;  // every stage has the first group's
+  const auto select = [&](auto bits, auto flushes) {
+    constexpr int kBits = bits.value, kFlushes = flushes.value;
+    const auto launch = [&](auto warpgroups, auto is_plain) {
+      return launch_shape<Shape<X, kBits, warpgroups.value, kFlushes, is_plain.value>>(params, multiprocessors, stream);
+    };
+    constexpr std::integral_constant<int, kLowWarpgroups> four;
+    constexpr std::integral_constant<int, kHighWarpgroups> two;
+    if constexpr (kBits == 4) {
+      if (low && plain) return launch(four, std::true_type{});
+    }
+    if (!low && plain) return launch(two, std::true_type{});
+    if constexpr (kBits == 4 && kFlushes == 1) {
+      if (low) return launch(four, std::false_type{});
+    } else {
+      if (!low) return launch(two, std::false_type{});
+    }
+    return cudaErrorInvalidConfiguration;
+  };
+  const auto select_flushes = [&](auto bits) {
+    return small_groups ? select(bits, std::integral_constant<int, 4>{})
+                        : select(bits, std::integral_constant<int, 1>{});
+  };
+  return args.bits == 4 ? select_flushes(std::integral_constant<int, 4>{})
+                        : select_flushes(std::integral_constant<int, 8>{});
 }
 
 }  // namespace wonly::ragged_warpgroup

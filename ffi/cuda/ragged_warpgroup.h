@@ -1,4 +1,4 @@
-// The ragged product for a dozen rows of an expert on sm_90a (ragged_warpgroup.cuh).
+// The ragged product for some tens of rows of an expert on sm_90a (ragged_warpgroup.cuh).
 #pragma once
 
 #include "cuda/matmul.h"
@@ -6,9 +6,13 @@
 
 namespace wonly::ragged_warpgroup {
 
-constexpr int kTileRows = 32;  // of the plan that `launch` takes
+constexpr int kLowRows = 64, kHighRows = 128;  // of a tile
 
 bool supports(const MatmulArgs& args);
+
+// Which of them the plan for `launch` should have, where `rows` are spread over `experts` experts; 0 where other
+// kernels are expected to be faster.
+int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts);
 
 // The rows of args.x are in the plan's order.
 cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);

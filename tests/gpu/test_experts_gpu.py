@@ -35,7 +35,7 @@ def test_kernels(rng, bits, mode):
     for k, n, group_size, experts in SHAPES:
         weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, lead=(experts,))
         for dtype in DTYPES:
-            rows = int(rng.choice([2, 31, 200]))
+            rows = int(rng.choice([2, 31, 200, 700]))
             bias = [None, random_x(rng, (n,)), random_x(rng, (experts, n))][rng.integers(3)]
             epilogue = {"bias": bias, "activation": [None, "relu", "gelu", "silu"][rng.integers(4)]}
             sizes, ids = sizes_of(rng, experts, rows)
@@ -62,6 +62,38 @@ def test_many_experts_and_rows(rng, experts, rows, dtype):
     order = rng.permutation(rows)
     shuffled = jw.gather_matmul(x[order], weight.qt, jnp.asarray(ids[order]), implementation="cuda")
     assert_rows(shuffled, x[order], weight, ids[order], implementation=held_to(x, rows, experts))
+
+
+# For each expert as many on average as low tiles, high ones, and tiles with rounded weights are taken for.
+ROWS = [[16, 0, 17, 33, 49, 64, 65, 1, 97, 128, 30], [96, 0, 97, 129, 90, 65, 160, 128, 1, 31, 10], [0, 700, 256, 64]]
+
+
+@pytest.mark.parametrize("sizes", ROWS)
+@pytest.mark.parametrize("group_size", [32, 128, None])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tens_of_rows(rng, bits, group_size, sizes, dtype):
+    """Tiles of every height, and the same bits for the rows of one expert alone, whose tiles CTAs share."""
+    experts, rows, k, n = len(sizes), sum(sizes) + 9, 384 if group_size == 128 else 352, 528
+    mode, scales = ["symmetric", "integer_zeros"][rng.integers(2)], [dtype, "float32"][rng.integers(2)]
+    options = {"bits": bits, "group_size": group_size, "mode": mode, "scale_dtype": scales}
+    weight = random_weight(rng, k, n, lead=(experts,), **options)
+    ids = np.repeat(np.arange(experts + 1), [*sizes, 9])
+    x = random_x(rng, (rows, k), dtype)
+    y = jw.ragged_dot(x, weight.qt, jnp.asarray(sizes, jnp.int32), implementation="cuda")
+    implementation = held_to(x, rows, experts)
+    assert_rows(y, x, weight, ids, implementation=implementation)
+    order = rng.permutation(rows)
+    shuffled = jw.gather_matmul(x[order], weight.qt, jnp.asarray(ids[order], jnp.int32), implementation="cuda")
+    np.testing.assert_array_equal(shuffled, y[order])
+    if rows > 128 * experts:
+        return
+    for expert in (0, experts - 2):
+        mine = ids == expert
+        alone = jnp.asarray(np.where(np.arange(experts) == expert, sizes, 0), jnp.int32)
+        x_alone = jnp.zeros_like(x).at[: sizes[expert]].set(x[mine])
+        found = jw.ragged_dot(x_alone, weight.qt, alone, implementation="cuda")
+        np.testing.assert_array_equal(found[: sizes[expert]], y[mine])
 
 
 @pytest.mark.parametrize("experts", [3, 100, 200])
