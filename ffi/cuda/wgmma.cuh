@@ -136,16 +136,9 @@ struct WgmmaShared<8> {
   WONLY_WGMMA_SHARED(f16, 8, 4, 4, 5, 6)
 };
 template <>
-struct WgmmaShared<16> {
-  WONLY_WGMMA_SHARED(bf16, 16, 8, 8, 9, 10)
-};
-template <>
-struct WgmmaShared<32> {
-  WONLY_WGMMA_SHARED(bf16, 32, 16, 16, 17, 18)
-};
-template <>
 struct WgmmaShared<64> {
   WONLY_WGMMA_SHARED(bf16, 64, 32, 32, 33, 34)
+  WONLY_WGMMA_SHARED(f16, 64, 32, 32, 33, 34)
 };
 template <>
 struct WgmmaShared<128> {
