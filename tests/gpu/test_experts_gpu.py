@@ -65,7 +65,7 @@ def test_many_experts_and_rows(rng, experts, rows, dtype):
 
 
 @pytest.mark.parametrize("experts", [3, 100, 200])
-@pytest.mark.parametrize("group_size", [128, None])
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
 def test_one_or_two_rows(rng, experts, group_size):
     """Few rows among many experts: ids, sizes, and sizes that add up to more."""
     one = random_weight(rng, 384, 200, group_size=group_size, lead=(7,))
