@@ -42,8 +42,8 @@ SWEEPS = (
 
 # Programs in C++, and the kernels that each of them launches. The sweep's ragged ones are launched by others of it.
 PROGRAMS = {
-    "kernel_sweep": ("benchmarks", ("matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_stream_*.cu", "tensor_map.cu")),
-    "host": ("benchmarks", ("matmul.cu", "matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_stream_*.cu", "tensor_map.cu")),
+    "kernel_sweep": ("benchmarks", ("matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_[ds]*_*.cu", "tensor_map.cu")),
+    "host": ("benchmarks", ("matmul.cu", "matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_[ds]*_*.cu", "tensor_map.cu")),
     "launches": ("tests/gpu", ("*.cu",)),
 }
 

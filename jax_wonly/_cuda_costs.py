@@ -75,8 +75,9 @@ class Decode(NamedTuple):
 
     tokens: int
     weights: int  # bytes of codes from which on preparing the activations takes less than their cheaper products save
-    inputs: int  # several tokens: below so many inputs,
-    bits: int  # or with codes of at least so many bits for each, those of all outputs and of all of a batch
+    inputs: int  # from so many on, which are two stages for each of four warpgroups or more
+    stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
+    ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
 
 
 def read(architecture: int) -> dict:

@@ -94,6 +94,19 @@ def scratch(batch: int, m: int, n: int, *, table: bool) -> int:
     return 0 if table or m <= STREAM_TOKENS else _abi.mma_scratch(batch, m, n, _cuda_costs.MMA_CTAS * _gpu()[1])
 
 
+def _decode_kernel(m: int, k: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+    """As ``decode::supports`` in ``ffi/cuda/matmul_decode.cu``, which has the last word."""
+    if not has_warpgroups() or shift_mode == ShiftMode.TABLE or m > _DECODE.tokens:
+        return False
+    size = jnp.dtype(scale_dtype).itemsize
+    if shift_mode != ShiftMode.NONE and jnp.dtype(shift_dtype).itemsize not in (1, size):
+        return False
+    group = k // groups if groups > 1 else 128
+    if group == 32 and m > 1 and (size != 2 or jnp.dtype(x_dtype).itemsize != 2):
+        return False
+    return group >= 128 or k % 128 == 0
+
+
 def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     rows = [scale_dtype] + ([] if shift_mode == ShiftMode.NONE else [shift_dtype])
@@ -173,14 +186,15 @@ def kernel(
 
     As ``launch_matmul`` in ``ffi/cuda/matmul.cu``, which has the last word; here for where there is no GPU.
     """
+    share, wanted = _gpu()[1] // batch, _gpu()[1] * 9 // 10  # multiprocessors for each of the batch
     if (
-        has_warpgroups()
-        and shift_mode != ShiftMode.TABLE
-        and m <= _DECODE.tokens
-        and (groups == 1 or k // groups >= 128)
+        _decode_kernel(m, k, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
         and batch * n * k * bits // 8 >= _DECODE.weights
-        and (m == 1 or k < _DECODE.inputs or batch * n * bits >= _DECODE.bits * k)
-        and _gpu()[1] // batch * batch >= _gpu()[1] * 9 // 10
+        and k >= _DECODE.inputs
+        and -(-k // 128) * (m if groups > 1 and k // groups == 32 else 1) <= _DECODE.stages
+        and (bits == 4 or k // groups < 128 or _DECODE.ratio * batch * n > k)
+        and share * batch >= wanted
+        and 2 * batch * min(-(-n // 16), share) >= wanted
     ):
         return "matmul_decode"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]

@@ -147,11 +147,15 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (4, "table", "bfloat16", 64, 3, 256, 130, None, False),
         (4, "table", "float16", None, 12, 101, 72, "silu", True),
     ]
-    # Weights of 12 MiB with groups of 128 are what the decode kernel starts at.
+    # Weights of 1 MiB are what the decode kernel starts at.
     large = [
         (4, "symmetric", "bfloat16", 128, 1, 4096, 6144, None, False),
-        (4, "integer_zeros", "float16", 128, 2, 4096, 6144, "relu", True),
-        (8, "symmetric", "bfloat16", 128, 2, 4096, 3072, None, False),
+        (4, "integer_zeros", "float16", 128, 2, 2048, 1100, "relu", True),
+        (8, "symmetric", "bfloat16", 128, 2, 1024, 1100, None, False),
+        (4, "symmetric", "float32", 64, 1, 2048, 1100, None, False),
+        (4, "offsets", "float16", 64, 2, 2048, 1100, None, False),
+        (4, "integer_zeros", "bfloat16", 32, 1, 2048, 1100, None, False),
+        (8, "symmetric", "bfloat16", 32, 2, 1024, 1100, None, True),
         (4, "symmetric", "bfloat16", 128, 16, 1024, 512, None, False),
         (4, "symmetric", "bfloat16", 128, 45, 1024, 512, None, False),
         (4, "integer_zeros", "bfloat16", 64, 70, 1024, 512, None, False),

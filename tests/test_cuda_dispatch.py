@@ -27,6 +27,31 @@ def test_few_tokens_are_fused(x, shape):
     assert all(choose(m, *shape, x=x) for m in (1, 8, 16))
 
 
+def test_one_and_two_tokens(monkeypatch, warpgroups):
+    """`matmul_decode` takes groups below 128 inputs where its columns keep them apart."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+
+    def kernel(m, group_size, k=4096, n=14336, x=jnp.bfloat16, scales=jnp.bfloat16, mode=ShiftMode.NONE, shift=None):
+        groups = k // group_size if group_size else 1
+        return _cuda_dispatch.kernel(m, k, n, 1, 4, x, scales, mode, shift, groups=groups)
+
+    decode = "matmul_decode" if warpgroups else "matmul_stream"
+    for group_size in (None, 256, 128, 64, 32):
+        assert kernel(1, group_size) == kernel(2, group_size) == decode
+    assert kernel(3, 64) == "matmul_stream"
+    # Two tokens and groups of 32 have kernels for 16-bit types alone.
+    for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
+        assert kernel(1, 32, **types) == kernel(2, 64, **types) == decode and kernel(2, 32, **types) == "matmul_stream"
+    # Half of a stage of 128 inputs at the end.
+    assert kernel(1, 64, k=4160) == "matmul_stream" and kernel(1, None, k=4160) == decode
+    for mode, shift, there in (
+        *((ShiftMode.ZEROS, jnp.uint8, True), (ShiftMode.OFFSETS, jnp.bfloat16, True)),
+        *((ShiftMode.ZEROS, jnp.float32, False), (ShiftMode.TABLE, jnp.float32, False)),
+    ):
+        for group_size in (64, 128):
+            assert kernel(2, group_size, mode=mode, shift=shift) == (decode if there else "matmul_stream")
+
+
 def test_many_tokens(warpgroups):
     # Where the weights are read again for every 16 tokens, the dense product wins early.
     for m in (512, 8192):

@@ -93,27 +93,29 @@ float stream_us(const MatmulArgs& args) {
   return costs::kStreamStart + static_cast<float>(bytes) / costs::kStreamBytes;
 }
 
-// Of few bytes of weights, or several tokens of many inputs, preparing the activations takes longer than their cheaper
-// products save.
+// Of few bytes of weights preparing the activations takes longer than their cheaper products save.
 bool decodes(const MatmulArgs& args, const Device& device) {
   if (device.architecture != 90 || !decode::supports(args)) return false;
   const int64_t outputs = args.batch * args.n;
-  if (outputs * args.k * args.bits / 8 < costs::kDecodeWeights) return false;
-  const bool many_inputs = args.k >= costs::kDecodeInputs && outputs * args.bits < costs::kDecodeBits * args.k;
-  if (args.m > 1 && many_inputs) return false;
-  // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without.
-  return device.multiprocessors / args.batch * args.batch >= device.multiprocessors * 9 / 10;
+  if (outputs * args.k * args.bits / 8 < costs::kDecodeWeights || args.k < costs::kDecodeInputs) return false;
+  const int groups = decode::stage_groups(args);
+  if (ceil_div(args.k, 128) * (groups == 4 ? args.m : 1) > costs::kDecodeStages) return false;
+  if (groups == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
+  // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without, and a lone entry not
+  // more than half of them.
+  const int64_t share = device.multiprocessors / args.batch, wanted = device.multiprocessors * 9 / 10;
+  return share * args.batch >= wanted && 2 * args.batch * std::min(ceil_div(args.n, kAtomN), share) >= wanted;
 }
 
 cudaError_t launch_decode(const MatmulArgs& args, const Device& device, cudaStream_t stream) {
   const int64_t atoms = ceil_div(args.n, kAtomN), all_atoms = args.batch * atoms;
-  // Two CTAs that share many inputs prepare half of them each; worth their exchange of sums where a CTA has few
-  // outputs, whose warps would be idle otherwise, or very many.
-  const bool shared_inputs =
-      args.k >= 8192 && (all_atoms < 3 * device.multiprocessors || all_atoms >= 8 * device.multiprocessors);
+  // Two CTAs that share many inputs prepare half of them each; worth their exchange of sums where a CTA has only one or
+  // two strips of outputs for the four warps that walk side by side, or very many.
+  const int64_t strips = ceil_div(all_atoms, device.multiprocessors);
+  const bool shared_inputs = (strips <= 2 || strips > 8) && args.k >= (strips == 1 ? 4096 : strips == 2 ? 6144 : 8192);
   cudaError_t error = cudaErrorInvalidConfiguration;
-  // More CTAs share inputs that one's memory does not hold.
-  for (int cluster = shared_inputs ? 2 : 1; cluster <= 4 && error == cudaErrorInvalidConfiguration; cluster *= 2) {
+  // Two share inputs that one's memory does not hold; clusters of four would not all fit at once.
+  for (int cluster = shared_inputs ? 2 : 1; cluster <= 2 && error == cudaErrorInvalidConfiguration; cluster *= 2) {
     const int64_t places = std::max<int64_t>(device.multiprocessors / cluster / args.batch, 1);
     const int parts = static_cast<int>(std::min<int64_t>(atoms, places));
     error = decode::launch(args, {cluster, parts}, shared_share(device, 1), stream);

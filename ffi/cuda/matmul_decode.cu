@@ -3,8 +3,13 @@
 namespace wonly::decode {
 
 bool supports(const MatmulArgs& args) {
-  const int log2 = log2_group_blocks(args);
-  return args.m <= kMaxTokens && args.k > 0 && (log2 < 0 || log2 >= 2) && args.shift_mode != ShiftMode::kTable;
+  if (args.m > kMaxTokens || args.k <= 0 || args.shift_mode == ShiftMode::kTable) return false;
+  const int scale_size = element_size(args.scale_dtype);
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  if (shift_size > 1 && shift_size != scale_size) return false;
+  const int groups = stage_groups(args);
+  if (groups == 4 && args.m > 1 && (scale_size != 2 || args.x_dtype == DType::kF32)) return false;
+  return groups == 1 || args.k % 128 == 0;  // whole stages
 }
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {

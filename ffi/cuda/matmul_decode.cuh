@@ -2,9 +2,9 @@
 //
 // For so few tokens the product is bound by the instructions that unpack codes as much as by memory. Here
 // they are nearly none: codes are 8-bit integers already, so int8 words enter the tensor core as they were loaded, and
-// int4 words after one mask for eight codes. The activations of 128 inputs that share a scale become fixed-point
+// int4 words after one mask for eight codes. The activations of 128 inputs, or of a smaller group, become fixed-point
 // numbers of 24 bits (32 for float32), split into signed bytes, their digits; each digit of each token is a column of
-// the product. Sums are exact integers, multiplied by the scales of weights and activations once for 128 inputs.
+// the product. Sums are exact integers, multiplied by the scales of weights and activations once for all these inputs.
 //
 // A byte of an int4 word holds two codes of an output, c0 + 16 c1, for two inputs k0 and k1. With integers X0 and X1
 // for x[k0] and x[k1] / 16, c0 (X0 - X1) + (c0 + 16 c1) X1 = c0 X0 + 16 c1 X1: the low codes by a mask, the high codes
@@ -35,15 +35,16 @@
 
 namespace wonly::decode {
 
-constexpr int kStageK = 128;  // inputs that share a fixed-point scale
+constexpr int kStageK = 128;  // inputs of a stage: they share a fixed-point scale, where groups are not smaller
 constexpr int kBlockK = 32;   // inputs of one wgmma
 constexpr int kStageBlocks = kStageK / kBlockK;
 constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks
 
-// What multiplies a column's integer sums.
-struct Column {
-  float sum;    // of the digits, as a code of 1 multiplies them; times the zero where all have the same
-  float scale;  // of the fixed-point numbers, times the power of 256 of the digit
+// What multiplies the integer sums of a pair of digits, the second of which is worth 256 of the first.
+struct Pair {
+  uint32_t sum;  // of the digits, as a code of 1 multiplies them: a float; an integer, times the zero, where all zeros
+                 // are the same
+  float scale;   // of the fixed-point numbers, times the power of 65536 of the pair
 };
 
 struct Params {
@@ -52,6 +53,7 @@ struct Params {
   int atoms_each, atoms_over;  // a part of the outputs has atoms_each strips of 16, the first atoms_over one more
   int stages_each;             // stages of 128 inputs that a CTA of a cluster takes, the last one fewer
   int log2_group_blocks;       // group size = 32 << this
+  bool split;                  // the halves of the columns belong to groups, not to tokens
   bool aligned_x;              // pairs of a row of x are
   int partial_at, total_at;    // in shared memory
 };
@@ -66,46 +68,50 @@ struct Ragged {
   int plan_at;  // in shared memory: what finding a tile takes
 };
 
-// Columns of the product, as many as the smallest wgmma has: every digit of every token is one, the rest are dropped.
-constexpr int kColumns = 8;
+// Columns of the product, as many as the smallest wgmma has: four digits of each of two tokens. The integer sums of a
+// lane are those of two digits, for two outputs: together still integers of 32 bits.
+constexpr int kHalfColumns = 4;
+constexpr int kColumns = 2 * kHalfColumns;
+constexpr int kPairs = kColumns / 2;
 
-// kScaleSize, kShiftSize: bytes of a scale, and of a zero or offset, 0 without; kScaleSize 0: both are known when the
-// kernel runs. A choice of type would stand between loads that are to go out together, and wait for them.
-template <int kBits_, int kDigits_, int kScaleSize_, int kShiftSize_>
+// Groups below 128 inputs need sums of their own, for each of which the lanes have more to do. Where the columns are
+// split, their halves are the digits of one token for half of the groups each, with zeros for the inputs of the others:
+// with groups of 64 one token takes no more instructions than with larger ones. By the size of groups and tokens:
+//   128 and more   one sum
+//   64, one token  one sum, columns split
+//   64, two        two sums
+//   32, one        two sums, columns split
+//   32, two        likewise for one token after the other, which are turns
+// A turn that is in the instructions takes time even where there is none, so those are a kernel of their own.
+// kScaleSize, kShiftSize: bytes of a scale, and of a zero or offset, 0 without. A choice of type would stand between
+// loads that are to go out together, and wait for them.
+template <int kBits_, int kDigits_, int kSums_, int kTurns_, int kScaleSize_, int kShiftSize_>
 struct Shape {
   static constexpr int kBits = kBits_;
   static constexpr int kDigits = kDigits_;  // of an activation: 3, or 4 of float32
+  static constexpr int kSums = kSums_, kTurns = kTurns_;
   static constexpr int kScaleSize = kScaleSize_, kShiftSize = kShiftSize_;
-  static constexpr bool kPlain = kScaleSize > 0 && kShiftSize == 0;
-  static_assert(kDigits * kMaxTokens <= kColumns);
+  static constexpr bool kPlain = kShiftSize == 0;
+  static_assert(kDigits <= kHalfColumns && kMaxTokens == 2 && kTurns <= kSums && kSums <= 2);
   static constexpr int kWarpgroups = 4;
   static constexpr int kThreads = kWarpgroups * 128;
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage
   static constexpr int kAhead = kBits == 4 ? 4 : 2;       // stages on their way to a warp: 4 KB of weights
-  static constexpr int kBlockBytes = kColumns * kBlockK;  // digits of 32 inputs
-  static constexpr int kStageBytes = kStageBlocks * kBlockBytes + kColumns * static_cast<int>(sizeof(Column));
-  // B operands of one wgmma are 16 bytes of k for every column, then 16 more. int4: the low codes of two blocks are one
-  // wgmma, the whole bytes of the same the next; int8: a block is one.
-  static constexpr int kHalfBytes = kBits == 4 ? kBlockBytes : kColumns * 16;
+  // Digits of a stage: 16 bytes of k of all columns for each of its blocks, then 16 more. int4: the low codes of two
+  // blocks are one wgmma, the whole bytes of the same the next; int8: a block is one. With gaps, so that the lanes of a
+  // warp, which store digits of eight blocks, find different banks.
+  static constexpr int kRunBytes = kColumns * 16 + 16;
+  static constexpr int kHalfBytes = kStageBlocks * kRunBytes;
+  static constexpr int kDigitBytes = 2 * kHalfBytes + kStageBlocks * 16;
+  static constexpr int kStageBytes = kDigitBytes + kSums * kPairs * static_cast<int>(sizeof(Pair));
   __device__ static int block_at(int block) {
-    return kBits == 4 ? block / 2 * 2 * kBlockBytes + block % 2 * (kColumns * 16) : block * kBlockBytes;
+    return block / kStageBlocks * kDigitBytes + block % kStageBlocks * kRunBytes;
   }
+  // Where columns are split: their half that has the digits of a block.
+  __device__ static int half_of(int block) { return block * kSums / 2 % 2; }
 };
 
-// An element of `size` bytes: its bits.
-__device__ __forceinline__ uint32_t load_bits(const uint8_t* from, int size) {
-  return size == 2 ? ptx::load_16(from) : size == 4 ? ptx::load_32(from) : ptx::load_8(from);
-}
-__device__ __forceinline__ float bits_to_float(uint32_t bits, DType type) {
-  if (type == DType::kBF16) return __uint_as_float(bits << 16);
-  if (type == DType::kF16) return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
-  return type == DType::kF32 ? __uint_as_float(bits) : static_cast<float>(bits);
-}
-// Of a known size, which tells the type but for that of 16 bits.
-template <int kSize>
-__device__ __forceinline__ uint32_t load_bits(const uint8_t* from) {
-  return kSize == 1 ? ptx::load_8(from) : kSize == 2 ? ptx::load_16(from) : ptx::load_32(from);
-}
+// Bits of a scale, zero or offset, whose size tells the type but for those of 16 bits.
 template <int kSize>
 __device__ __forceinline__ float bits_to_float(uint32_t bits, bool bf16) {
   if constexpr (kSize == 1) return static_cast<float>(bits);
@@ -113,6 +119,9 @@ __device__ __forceinline__ float bits_to_float(uint32_t bits, bool bf16) {
   const float f16 = __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
   return bf16 ? __uint_as_float(bits << 16) : f16;
 }
+
+__device__ __forceinline__ uint32_t load_element_bits(const uint16_t* from) { return ptx::load_16(from); }
+__device__ __forceinline__ uint32_t load_element_bits(const float* from) { return ptx::load_32(from); }
 
 // Eight activations of 32 as they lie in memory: those whose codes lane t of a group of four holds, pairs 2t + 8i.
 template <int kDigits>
@@ -131,7 +140,7 @@ struct Pairs {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int at = i / 2 * 8 + i % 2;
-        bits[i] = 2 * t + at < left ? load_bits(reinterpret_cast<const uint8_t*>(from + at), sizeof(X)) : 0;
+        bits[i] = 2 * t + at < left ? load_element_bits(from + at) : 0;
       }
 #pragma unroll
       for (int i = 0; i < kWords; ++i) words[i] = kDigits == 4 ? bits[i] : bits[2 * i] | bits[2 * i + 1] << 16;
@@ -175,19 +184,21 @@ struct Pairs {
   }
 };
 
-// Digits of lane t's activations of a block of token `token`, as columns digit * tokens + token of B operands; of a
-// stage by 16 neighbouring lanes. So many lanes for few numbers, because all this stands before the first product: it
-// takes as long as its instructions wait for each other. False if an activation of the stage is infinite or NaN: the
-// digits then mean nothing.
+// Digits of lane t's activations of a block, as columns of B operands; of a stage, or a smaller group, by up to 16
+// neighbouring lanes. So many lanes for few numbers, because all this stands before the first product: it takes as long
+// as its instructions wait for each other. False if one of these activations is infinite or NaN: the digits then mean
+// nothing.
 template <typename S>
-__device__ __forceinline__ bool prepare(const Pairs<S::kDigits>& x, bool bf16, bool store, int tokens, int token,
-                                        uint8_t* to, Column* columns) {
+__device__ __forceinline__ bool prepare(const Pairs<S::kDigits>& x, bool bf16, bool store, bool split, uint8_t* to,
+                                        Pair* pairs) {
   constexpr int kDigits = S::kDigits;
-  constexpr int kLanes = 4 * kStageBlocks;
+  constexpr int kLanes = 4 * kStageBlocks / S::kSums;  // half of them where columns are split
+  const auto reduces = [&](int other) { return 2 * other < kLanes || !split; };
   uint32_t largest = x.largest(bf16);
 #pragma unroll
   for (int other = 1; other < kLanes; other *= 2) {
-    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, other));
+    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, largest, other);
+    if (reduces(other)) largest = max(largest, theirs);
   }
   const bool finite = largest < 0x7f800000u;
   const uint32_t exponent = min(max(largest >> 23, 40u), 254u);
@@ -204,8 +215,8 @@ __device__ __forceinline__ bool prepare(const Pairs<S::kDigits>& x, bool bf16, b
     if constexpr (kDigits == 4) return static_cast<uint32_t>(__float2int_rn(value * times));
     return __float_as_uint(fmaf(value, times, 0x1.8p+23f));
   };
-  const int lane = threadIdx.x % kLanes, t = lane % 4;
-  int sum[kDigits] = {};
+  const int t = threadIdx.x % 4;
+  int sum[2] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t integers[4];  // for byte j of the lane's word
@@ -225,32 +236,32 @@ __device__ __forceinline__ bool prepare(const Pairs<S::kDigits>& x, bool bf16, b
     const uint32_t high01 = __byte_perm(integers[0], integers[1], 0x7362);
     const uint32_t high23 = __byte_perm(integers[2], integers[3], 0x7362);
 #pragma unroll
-    for (int digit = 0; digit < kDigits; ++digit) {
-      const uint32_t word =
-          __byte_perm(digit < 2 ? low01 : high01, digit < 2 ? low23 : high23, digit % 2 == 0 ? 0x5410 : 0x7632) ^
-          0x80808080u;
-      const int of_half = __dp4a(static_cast<int>(word), 0x01010101, 0);
-      sum[digit] += S::kBits == 4 && half == 1 ? 17 * of_half : of_half;  // a code of 1: X0 - X1 + 17 X1
-      if (store) {
-        *reinterpret_cast<uint32_t*>(to + half * S::kHalfBytes + (digit * tokens + token) * 16 + t * 4) = word;
+    for (int digit = 0; digit < kHalfColumns; ++digit) {
+      uint32_t word = 0;
+      if (digit < kDigits) {
+        word = __byte_perm(digit < 2 ? low01 : high01, digit < 2 ? low23 : high23, digit % 2 == 0 ? 0x5410 : 0x7632) ^
+               0x80808080u;
+        const int worth = (S::kBits == 4 && half == 1 ? 17 : 1) << digit % 2 * 8;  // a code of 1: X0 - X1 + 17 X1
+        sum[digit / 2] += worth * __dp4a(static_cast<int>(word), 0x01010101, 0);
       }
+      if (store) *reinterpret_cast<uint32_t*>(to + half * S::kHalfBytes + digit * 16 + t * 4) = word;
     }
   }
 #pragma unroll
-  for (int digit = 0; digit < kDigits; ++digit) {
+  for (int other = 1; other < kLanes; other *= 2) {
 #pragma unroll
-    for (int other = 1; other < kLanes; other *= 2) {
-      sum[digit] += __shfl_xor_sync(0xffffffffu, sum[digit], other);
+    for (int pair = 0; pair < 2; ++pair) {
+      const int theirs = __shfl_xor_sync(0xffffffffu, sum[pair], other);
+      if (reduces(other)) sum[pair] += theirs;
     }
   }
-  // Lane d writes digit d's column.
-  int unit_sum = sum[0];
-#pragma unroll
-  for (int i = 1; i < kDigits; ++i) unit_sum = lane == i ? sum[i] : unit_sum;
-  if (S::kPlain) unit_sum *= bias_of(S::kBits);
-  if (store && lane < kDigits) {
-    columns[lane * tokens + token] = {static_cast<float>(unit_sum),
-                                      __uint_as_float((exponent + 1 - kPower + 8 * lane) << 23)};
+  // Lane 0 writes the first pair, lane 1 the second.
+  const int lane = threadIdx.x % (split ? kLanes / 2 : kLanes);
+  if (store && lane < 2) {
+    const int pair_sum = lane == 0 ? sum[0] : sum[1];
+    pairs[lane * S::kSums] = {
+        S::kPlain ? static_cast<uint32_t>(pair_sum * bias_of(S::kBits)) : __float_as_uint(static_cast<float>(pair_sum)),
+        __uint_as_float((exponent + 1 - kPower + 16 * lane) << 23)};
   }
   return finite;
 }
@@ -284,9 +295,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   int end_atom = first_atom + params.atoms_each + (part < params.atoms_over);
   const int first_stage = rank * params.stages_each;
   const int stages = min(params.stages_each, (inputs + kStageK - 1) / kStageK - first_stage);
-  // This warpgroup's stages: every kWarpgroups-th of them.
-  const int count = (stages - warpgroup + S::kWarpgroups - 1) / S::kWarpgroups;
-  const int padded_count = (count + kAhead - 1) / kAhead * kAhead;
   const int k_tiles = (inputs + tile_k(S::kBits) - 1) / tile_k(S::kBits);
 
   ragged::OneTile rows;
@@ -340,7 +348,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   }
   uint8_t* const digits = shared;
-  Column* const columns = reinterpret_cast<Column*>(shared + stages * kStageBlocks * S::kBlockBytes);
+  const bool split = params.split;
+  Pair* const pairs = reinterpret_cast<Pair*>(shared + S::kTurns * stages * S::kDigitBytes);
   static_assert(kMaxTokens == 2, "the token of a task is found by one comparison");
   const int x_blocks = stages * kStageBlocks, tasks = 4 * x_blocks * tokens;
   const int64_t x_at = batch * args.x_batch_stride + static_cast<int64_t>(first_stage) * kStageK + 2 * t;
@@ -352,30 +361,48 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       x.load(args, x_at + x_row_of(token) * args.k + block * kBlockK, t, x_left - block * kBlockK, params.aligned_x);
     }
   };
-  Pairs<S::kDigits> x{}, next_x{};
-  load_task(x, threadIdx.x);
-  load_task(next_x, threadIdx.x + S::kThreads);
+  constexpr int kXAhead = 4;  // activations of two tokens and 8192 inputs, all at once
+  Pairs<S::kDigits> x[kXAhead] = {};
+#pragma unroll
+  for (int i = 0; i < kXAhead; ++i) load_task(x[i], threadIdx.x + i * S::kThreads);
+  if (split) {
+    for (int i = threadIdx.x; i < S::kTurns * x_blocks * 2 * kHalfColumns; i += S::kThreads) {
+      const int block = i / (2 * kHalfColumns), k_half = i / kHalfColumns % 2, half = 1 - S::half_of(block);
+      const int column = half * kHalfColumns + i % kHalfColumns;
+      *reinterpret_cast<uint4*>(digits + S::block_at(block) + k_half * S::kHalfBytes + column * 16) = uint4{};
+    }
+  }
 
-  // Loads, kAhead stages before their use: words of this lane, scale and shift of its outputs, rows g and g + 8 of its
-  // warp's strip. What is not loaded is multiplied by digits of zero, or belongs to outputs that nobody stores.
+  // Loads, a block of kAhead stages before their use: words of this lane, scale and shift of its outputs, rows g and
+  // g + 8 of its warp's strip. What is not loaded is multiplied by digits of zero, or belongs to outputs that nobody
+  // stores. No load stands in a branch, where it would wait for those before.
   const int scale_size = element_size(args.scale_dtype);
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-  const uint8_t* const scales =
-      static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
-  const uint8_t* const shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
+  const int scale_row_bytes = static_cast<int>(args.n) * scale_size;
+  const int shift_row_bytes = static_cast<int>(args.n) * shift_size;
+  // Groups from a sum of a stage to the next, and from a stage of this warpgroup to the next.
+  const int sum_groups = 2 >> params.log2_group_blocks;
+  const int step_groups = S::kWarpgroups * kStageBlocks >> params.log2_group_blocks;
+  const int first_group = ((first_stage + warpgroup) * kStageBlocks >> params.log2_group_blocks) + (split ? t / 2 : 0);
+  const uint8_t* const scales = static_cast<const uint8_t*>(args.scales) +
+                                batch * args.scales_batch_stride * scale_size +
+                                static_cast<int64_t>(first_group) * scale_row_bytes;
+  const uint8_t* const shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size +
+                               static_cast<int64_t>(first_group) * shift_row_bytes;
+  constexpr int kStepTiles = S::kWarpgroups * S::kTiles;  // from a stage of this warpgroup to its next
+  const int tiles = min(stages * S::kTiles, k_tiles - first_stage * S::kTiles) - warpgroup * S::kTiles;
+  const int blocks = max(tiles + kAhead * kStepTiles - 1, 0) / (kAhead * kStepTiles);
   uint4 words[kAhead][S::kTiles] = {};
-  uint32_t scale_bits[kAhead][2] = {}, shift_bits[kAhead][2] = {};
-  int fetch_atom = first_atom + warp % 4, fetch_index = 0;
-  int fetch_stage = first_stage + warpgroup;
+  uint32_t scale_bits[kAhead][S::kSums][2] = {}, shift_bits[kAhead][S::kSums][2] = {};
+  int fetch_atom = first_atom + warp % 4, fetch_block, fetch_tiles;
   const uint32_t* fetch_words;
   const uint8_t* fetch_scales[2];
   const uint8_t* fetch_shift[2];
-  const int scale_row_bytes = static_cast<int>(args.n) * scale_size;
-  const int shift_row_bytes = static_cast<int>(args.n) * shift_size;
   const auto begin_fetch_pass = [&]() {
-    fetch_index = 0;
-    fetch_stage = first_stage + warpgroup;
-    const int64_t tile = static_cast<int64_t>(fetch_atom / kAtomsPerTile) * k_tiles + fetch_stage * S::kTiles;
+    fetch_block = 0;
+    fetch_tiles = fetch_atom < end_atom ? tiles : 0;
+    const int64_t tile =
+        static_cast<int64_t>(fetch_atom / kAtomsPerTile) * k_tiles + (first_stage + warpgroup) * S::kTiles;
     fetch_words = qw + tile * kTileWords + fetch_atom % kAtomsPerTile * kAtomWords + lane * 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -385,37 +412,34 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   };
   const auto fetch = [&](int slot) {
-    const bool wanted = fetch_index < count && fetch_atom < end_atom;
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
-      ptx::load_once(words[slot][tile], fetch_words + tile * kTileWords,
-                     wanted && (tile == 0 || fetch_stage * S::kTiles + tile < k_tiles));
+      const int at = slot * kStepTiles + tile;
+      ptx::load_once(words[slot][tile], fetch_words + at * kTileWords, at < fetch_tiles);
     }
-    if (wanted) {
-      const int row = fetch_stage * kStageBlocks >> params.log2_group_blocks;
-      const int64_t scale_at = static_cast<int64_t>(row) * scale_row_bytes;
-      if constexpr (S::kPlain) {
+    const bool wanted = slot * kStepTiles < fetch_tiles;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          scale_bits[slot][i] = load_bits<S::kScaleSize>(fetch_scales[i] + scale_at);
-        }
-      } else {
-        const int64_t shift_at = static_cast<int64_t>(row) * shift_row_bytes;
+    for (int sum = 0; sum < S::kSums; ++sum) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if constexpr (S::kScaleSize > 0) {
-            scale_bits[slot][i] = load_bits<S::kScaleSize>(fetch_scales[i] + scale_at);
-            shift_bits[slot][i] = load_bits<S::kShiftSize>(fetch_shift[i] + shift_at);
-          } else {
-            scale_bits[slot][i] = load_bits(fetch_scales[i] + scale_at, scale_size);
-            if (shift_size != 0) shift_bits[slot][i] = load_bits(fetch_shift[i] + shift_at, shift_size);
-          }
+      for (int i = 0; i < 2; ++i) {
+        ptx::load_part<S::kScaleSize>(scale_bits[slot][sum][i], fetch_scales[i] + sum * sum_groups * scale_row_bytes,
+                                      wanted);
+        if constexpr (!S::kPlain) {
+          ptx::load_part<S::kShiftSize>(shift_bits[slot][sum][i], fetch_shift[i] + sum * sum_groups * shift_row_bytes,
+                                        wanted);
         }
       }
     }
-    fetch_stage += S::kWarpgroups;
-    fetch_words += S::kWarpgroups * S::kTiles * kTileWords;
-    if (++fetch_index == padded_count) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      fetch_scales[i] += step_groups * scale_row_bytes;
+      fetch_shift[i] += step_groups * shift_row_bytes;
+    }
+  };
+  const auto end_fetch_block = [&]() {
+    fetch_words += kAhead * kStepTiles * kTileWords;
+    fetch_tiles -= kAhead * kStepTiles;
+    if (++fetch_block == blocks) {
       fetch_atom += 4;
       begin_fetch_pass();
     }
@@ -428,34 +452,38 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   for (int first = threadIdx.x / 32 * 32; first < tasks; first += S::kThreads) {  // whole warps: lanes exchange
     const int task = first + lane;
     const int of_tokens = task / 4, token = of_tokens < x_blocks ? 0 : 1, block = of_tokens - token * x_blocks;
-    const bool finite = prepare<S>(x, bf16, task < tasks, tokens, token, digits + S::block_at(block),
-                                   columns + block / kStageBlocks * kColumns);
+    // Where columns are split, the stages of a token follow those of the one before.
+    const int half = split ? S::half_of(block) : token, at = split ? of_tokens : block;
+    const int sum = block % kStageBlocks * S::kSums / kStageBlocks;
+    const bool finite = prepare<S>(x[0], bf16, task < tasks, split, digits + S::block_at(at) + half * kHalfColumns * 16,
+                                   pairs + (at / kStageBlocks * kPairs + half * 2) * S::kSums + sum);
     if (!finite && task < tasks) not_finite[token] = 1;
-    x = next_x;
-    load_task(next_x, task + 2 * S::kThreads);
+#pragma unroll
+    for (int i = 1; i < kXAhead; ++i) x[i - 1] = x[i];
+    load_task(x[kXAhead - 1], task + kXAhead * S::kThreads);
   }
 #pragma unroll
   for (int ahead = 0; ahead < kAhead; ++ahead) fetch(ahead);
+  end_fetch_block();
   ptx::fence_shared_for_async();
   __syncthreads();
 
+  const uint64_t operands =
+      ptx::wgmma_descriptor_unswizzled(digits, S::kBits == 4 ? S::kRunBytes : S::kHalfBytes, kColumns * 16);
   const bool bf16_scales = args.scale_dtype == DType::kBF16, bf16_shift = args.shift_dtype == DType::kBF16;
   float* const partial = reinterpret_cast<float*>(shared + params.partial_at);
   float* const total = reinterpret_cast<float*>(shared + params.total_at);
   const int part_rows = (params.atoms_each + (params.atoms_over > 0)) * kAtomN;
 #pragma unroll 1
   for (int pass_atom = first_atom; pass_atom < end_atom; pass_atom += 4) {
-    float acc[4] = {};
+    float acc[S::kTurns][2] = {};
 #pragma unroll 1
-    for (int base = 0; base < count; base += kAhead) {
+    for (int block = 0; block < blocks; ++block) {
 #pragma unroll
       for (int ahead = 0; ahead < kAhead; ++ahead) {
-        const int index = base + ahead;
-        if (index < count) {
+        const int index = block * kAhead + ahead;
+        if (index * kStepTiles < tiles) {
           const int stage = warpgroup + index * S::kWarpgroups;
-          const uint64_t operand =
-              ptx::wgmma_descriptor_unswizzled(digits + stage * kStageBlocks * S::kBlockBytes, kColumns * 16, 128);
-          int part_sums[4];
           uint4 low[S::kTiles];
           if constexpr (S::kBits == 4) {
 #pragma unroll
@@ -464,66 +492,70 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               low[tile] = make_uint4(w.x & 0x0f0f0f0fu, w.y & 0x0f0f0f0fu, w.z & 0x0f0f0f0fu, w.w & 0x0f0f0f0fu);
             }
           }
-          ptx::wgmma_fence();
+          float scale[S::kSums][2], z[S::kSums][2];
 #pragma unroll
-          for (int tile = 0; tile < S::kTiles; ++tile) {
-            constexpr int kStep = S::kBlockBytes >> 4;
-            if constexpr (S::kBits == 4) {
-              ptx::wgmma_u8s8(part_sums, low[tile], operand + 2 * tile * kStep, tile > 0);
-              ptx::wgmma_u8s8(part_sums, words[ahead][tile], operand + (2 * tile + 1) * kStep, 1);
-            } else {
-              ptx::wgmma_u8s8(part_sums, words[ahead][tile], operand + tile * kStep, tile > 0);
+          for (int turn = 0; turn < S::kTurns; ++turn) {
+            const int turn_stage = stage + turn * stages;
+            const uint64_t operand = operands + turn_stage * (S::kDigitBytes >> 4);
+            int part_sums[S::kSums][4];
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int tile = 0; tile < S::kTiles; ++tile) {
+              constexpr int kRun = S::kRunBytes >> 4, kHalf = S::kHalfBytes >> 4, kSumTiles = S::kTiles / S::kSums;
+              auto& sums = part_sums[tile / kSumTiles];
+              const int accumulate = tile % kSumTiles > 0;
+              if constexpr (S::kBits == 4) {
+                ptx::wgmma_u8s8(sums, low[tile], operand + 2 * tile * kRun, accumulate);
+                ptx::wgmma_u8s8(sums, words[ahead][tile], operand + 2 * tile * kRun + kHalf, 1);
+              } else {
+                ptx::wgmma_u8s8(sums, words[ahead][tile], operand + tile * kRun, accumulate);
+              }
             }
-          }
-          ptx::wgmma_commit();
-          const Column* const stage_columns = columns + stage * kColumns + 2 * t;
-          float scale[2], z[2];
+            ptx::wgmma_commit();
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if constexpr (S::kPlain && S::kScaleSize == 2) {
-              // Not by bits_to_float: the compiler then puts the loads of the next stages elsewhere, and products with
-              // eight bits take 16% longer.
-              scale[i] = bf16_scales ? __uint_as_float(scale_bits[ahead][i] << 16)
-                                     : __half2float(__ushort_as_half(static_cast<uint16_t>(scale_bits[ahead][i])));
-            } else if constexpr (S::kPlain) {
-              scale[i] = bits_to_float<S::kScaleSize>(scale_bits[ahead][i], bf16_scales);
-            } else if constexpr (S::kScaleSize > 0) {
-              scale[i] = bits_to_float<S::kScaleSize>(scale_bits[ahead][i], bf16_scales);
-              z[i] = bits_to_float<S::kShiftSize>(shift_bits[ahead][i], bf16_shift);
-            } else {
-              scale[i] = bits_to_float(scale_bits[ahead][i], args.scale_dtype);
-              z[i] = shift_size == 0 ? static_cast<float>(bias_of(S::kBits))
-                                     : bits_to_float(shift_bits[ahead][i], args.shift_dtype);
+            for (int i = 0; i < 2 * S::kSums && turn == 0; ++i) {
+              const uint32_t bits = scale_bits[ahead][i / 2][i % 2], z_bits = shift_bits[ahead][i / 2][i % 2];
+              scale[i / 2][i % 2] = bits_to_float<S::kScaleSize>(bits, bf16_scales);
+              if constexpr (!S::kPlain) z[i / 2][i % 2] = bits_to_float<S::kShiftSize>(z_bits, bf16_shift);
             }
-          }
-          ptx::wgmma_wait<0>();
-          const float4 two = *reinterpret_cast<const float4*>(stage_columns);
+            ptx::wgmma_wait<0>();
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float sum = i % 2 == 0 ? two.x : two.z, unit = i % 2 == 0 ? two.y : two.w;
-            const float value = static_cast<float>(part_sums[i]);
-            if constexpr (S::kPlain) {
-              acc[i] = fmaf(scale[i / 2] * unit, value - sum, acc[i]);
-            } else {
-              const bool offsets = S::kShiftSize != 1 && args.shift_mode == ShiftMode::kOffsets;
-              const float factor = offsets ? unit : scale[i / 2] * unit;
-              const float of_codes = fmaf(-z[i / 2], sum, value);
-              const float shifted = offsets ? fmaf(scale[i / 2], value, z[i / 2] * sum) : of_codes;
-              acc[i] = fmaf(factor, shifted, acc[i]);
+            for (int sum = 0; sum < S::kSums; ++sum) {
+              const Pair pair = pairs[(turn_stage * kPairs + t) * S::kSums + sum];
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                const int value = part_sums[sum][2 * i] + part_sums[sum][2 * i + 1] * 256;
+                float& to = acc[turn][i];
+                if constexpr (S::kPlain) {
+                  const float shifted = static_cast<float>(value - static_cast<int>(pair.sum));
+                  to = fmaf(scale[sum][i] * pair.scale, shifted, to);
+                } else {
+                  const bool offsets = S::kShiftSize != 1 && args.shift_mode == ShiftMode::kOffsets;
+                  const float of_ones = __uint_as_float(pair.sum), of_codes = static_cast<float>(value);
+                  const float factor = offsets ? pair.scale : scale[sum][i] * pair.scale;
+                  const float shifted = offsets ? fmaf(scale[sum][i], of_codes, z[sum][i] * of_ones)
+                                                : fmaf(-z[sum][i], of_ones, of_codes);
+                  to = fmaf(factor, shifted, to);
+                }
+              }
             }
           }
         }
         fetch(ahead);
       }
+      end_fetch_block();
     }
 
     // Sums of the warpgroups and digits in order, then of the CTAs of the cluster in order.
     if (pass_atom > first_atom) __syncthreads();  // those before are read
     const int row = warp % 4 * kAtomN + g;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float* to = partial + (warpgroup * kTileN + row + 8 * i) * kColumns + 2 * t;
-      *reinterpret_cast<float2*>(to) = make_float2(acc[2 * i], acc[2 * i + 1]);
+    for (int turn = 0; turn < S::kTurns; ++turn) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = (turn * S::kWarpgroups + warpgroup) * kTileN + row + 8 * i;
+        partial[at * kPairs + t] = acc[turn][i];
+      }
     }
     __syncthreads();
     const int rows = min(kTileN, (end_atom - pass_atom) * kAtomN);
@@ -533,10 +565,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       const int64_t n = static_cast<int64_t>(pass_atom) * kAtomN + row_of_pass;
       float value = 0.f;
 #pragma unroll
-      for (int digit = S::kDigits; digit-- > 0;) {
+      for (int pair = 2; pair-- > 0;) {
 #pragma unroll
         for (int other = 0; other < S::kWarpgroups; ++other) {
-          value += partial[(other * kTileN + row_of_pass) * kColumns + digit * tokens + token];
+          const int at = ((S::kTurns > 1 ? token : 0) * S::kWarpgroups + other) * kTileN + row_of_pass;
+          const float* const sums = partial + at * kPairs + pair;
+          value += split ? sums[0] + sums[2] : sums[token * 2];
         }
       }
       if (not_finite[token] != 0 && n < args.n) {
@@ -577,9 +611,10 @@ cudaError_t launch_shape(Params params, Tokens source, const Config& config, int
   params.atoms_each = static_cast<int>(atoms / config.parts);
   params.atoms_over = static_cast<int>(atoms % config.parts);
   params.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
-  if (int64_t{params.stages_each} * S::kStageBytes > shared_bytes) return cudaErrorInvalidConfiguration;
-  params.partial_at = params.stages_each * S::kStageBytes;
-  params.total_at = params.partial_at + S::kWarpgroups * kTileN * kColumns * 4;
+  const int64_t stage_bytes = int64_t{S::kTurns} * params.stages_each * S::kStageBytes;
+  if (stage_bytes > shared_bytes) return cudaErrorInvalidConfiguration;
+  params.partial_at = static_cast<int>(stage_bytes);
+  params.total_at = params.partial_at + S::kTurns * S::kWarpgroups * kTileN * kPairs * 4;
   const int64_t part_rows = (params.atoms_each + (params.atoms_over > 0)) * kAtomN;
   int64_t more = config.cluster > 1 ? params.args.m * part_rows * 4 : 0;
   LaunchShape shape;
@@ -598,23 +633,40 @@ cudaError_t launch_shape(Params params, Tokens source, const Config& config, int
   return launch_kernel(decode_matmul<S, Tokens>, shape, stream, params, source);
 }
 
-template <int kBits, int kDigits, typename Tokens>
-cudaError_t launch_digits(const Params& params, const Tokens& source, const Config& config, int shared_bytes,
-                          cudaStream_t stream) {
+template <int kBits, int kDigits, int kSums, int kTurns, typename Tokens>
+cudaError_t launch_sums(const Params& params, const Tokens& source, const Config& config, int shared_bytes,
+                        cudaStream_t stream) {
   const MatmulArgs& args = params.args;
-  const auto launch = [&](auto scale_size, auto shift_size) {
-    using S = Shape<kBits, kDigits, scale_size.value, shift_size.value>;
-    return launch_shape<S>(params, source, config, shared_bytes, stream);
-  };
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   const auto of_scales = [&](auto scale_size) {
-    const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-    if (shift_size == 0) return launch(scale_size, std::integral_constant<int, 0>{});
-    if (shift_size == 1) return launch(scale_size, std::integral_constant<int, 1>{});
-    if (shift_size == scale_size.value) return launch(scale_size, scale_size);
-    return launch(std::integral_constant<int, 0>{}, std::integral_constant<int, 0>{});
+    const auto launch = [&](auto shift) {
+      using S = Shape<kBits, kDigits, kSums, kTurns, scale_size.value, shift.value>;
+      return launch_shape<S>(params, source, config, shared_bytes, stream);
+    };
+    if (shift_size == 0) return launch(std::integral_constant<int, 0>{});
+    if (shift_size == 1) return launch(std::integral_constant<int, 1>{});
+    return shift_size == scale_size.value ? launch(scale_size) : cudaErrorNotSupported;
   };
-  return element_size(args.scale_dtype) == 2 ? of_scales(std::integral_constant<int, 2>{})
-                                             : of_scales(std::integral_constant<int, 4>{});
+  if (element_size(args.scale_dtype) == 2) return of_scales(std::integral_constant<int, 2>{});
+  if constexpr (kTurns == 1) return of_scales(std::integral_constant<int, 4>{});
+  return cudaErrorNotSupported;
+}
+
+template <int kBits, int kDigits, typename Tokens>
+cudaError_t launch_digits(Params params, const Tokens& source, int tokens, const Config& config, int shared_bytes,
+                          cudaStream_t stream) {
+  const int groups = stage_groups(params.args);
+  params.split = groups == 4 || (groups == 2 && tokens == 1);
+  if (groups == 1 || (groups == 2 && tokens == 1)) {
+    return launch_sums<kBits, kDigits, 1, 1>(params, source, config, shared_bytes, stream);
+  }
+  if (groups == 2 || tokens == 1) {
+    return launch_sums<kBits, kDigits, 2, 1>(params, source, config, shared_bytes, stream);
+  }
+  if constexpr (kDigits == 3 && !Tokens::kRagged) {
+    return launch_sums<kBits, kDigits, 2, 2>(params, source, config, shared_bytes, stream);
+  }
+  return cudaErrorNotSupported;
 }
 
 template <int kBits, typename Tokens>
@@ -625,9 +677,11 @@ cudaError_t launch_bits(const MatmulArgs& args, const Tokens& source, const Conf
   const int log2 = log2_group_blocks(args);
   params.log2_group_blocks = log2 < 0 ? kNoGroups : log2;
   params.aligned_x = args.k % 2 == 0;
-  if (args.x_dtype != DType::kF32) return launch_digits<kBits, 3>(params, source, config, shared_bytes, stream);
+  int tokens = static_cast<int>(args.m);
+  if constexpr (Tokens::kRagged) tokens = source.work.tile_rows;
+  if (args.x_dtype != DType::kF32) return launch_digits<kBits, 3>(params, source, tokens, config, shared_bytes, stream);
   if constexpr (!Tokens::kRagged) {
-    return launch_digits<kBits, 4>(params, source, config, shared_bytes, stream);
+    return launch_digits<kBits, 4>(params, source, tokens, config, shared_bytes, stream);
   } else {
     return cudaErrorNotSupported;
   }

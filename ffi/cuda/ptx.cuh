@@ -51,6 +51,26 @@ __device__ __forceinline__ void load_once(uint4& to, const void* global, bool wa
       : "l"(global), "r"(static_cast<int>(wanted)));
 }
 
+// One, two or four bytes, likewise, into the low bits of a register that holds nothing else.
+template <int kBytes>
+__device__ __forceinline__ void load_part(uint32_t& to, const void* global, bool wanted) {
+  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4);
+  const int predicate = wanted;
+  if constexpr (kBytes == 1) {
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted ld.global.nc.u8 %0, [%1];\n}\n"
+                 : "+r"(to)
+                 : "l"(global), "r"(predicate));
+  } else if constexpr (kBytes == 2) {
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted ld.global.nc.u16 %0, [%1];\n}\n"
+                 : "+r"(to)
+                 : "l"(global), "r"(predicate));
+  } else {
+    asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted ld.global.nc.u32 %0, [%1];\n}\n"
+                 : "+r"(to)
+                 : "l"(global), "r"(predicate));
+  }
+}
+
 // Four 8 x 8 matrices of 16-bit numbers, whose rows are where lanes 8i .. 8i + 7 say for matrix i: lane 4g + t gets
 // columns 2t and 2t + 1 of row g.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t row) {

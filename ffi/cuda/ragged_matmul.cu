@@ -53,11 +53,11 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
 // cudaErrorInvalidConfiguration where the kernel does not take `args`, or is not expected to be faster.
 cudaError_t launch_decode(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   MatmulArgs one = args.product;
-  one.m = 1;
-  // It reads the weights again for every two rows, of which few experts may have more; four warpgroups share the
-  // inputs.
+  one.m = decode::tile_tokens(args.product);
+  // It reads the weights again for every two rows, or one, of which few experts may have more; four warpgroups share
+  // the inputs.
   const int64_t most = args.product.k >= kDecodeInputs
-                           ? std::max(std::min<int64_t>(2 * args.experts, 16), args.experts / 2)
+                           ? std::max(std::min<int64_t>(one.m * args.experts, 16), args.experts / 2)
                            : args.experts / 16;
   if (device.architecture != 90 || args.m > std::min<int64_t>(most, device.multiprocessors) ||
       args.product.x_dtype == DType::kF32 || !decode::supports(one)) {
@@ -65,7 +65,7 @@ cudaError_t launch_decode(const RaggedArgs& args, const Device& device, cudaStre
   }
   ragged::Work work;
   const int shared = shared_share(device, 1);
-  const cudaError_t error = ragged::plan(args, decode::kMaxTokens, false, shared, stream, &work);
+  const cudaError_t error = ragged::plan(args, static_cast<int>(one.m), false, shared, stream, &work);
   return error == cudaSuccess ? decode::launch_ragged(args.product, work, device.multiprocessors, shared, stream)
                               : error;
 }

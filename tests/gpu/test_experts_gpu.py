@@ -97,7 +97,7 @@ def test_tens_of_rows(rng, bits, group_size, sizes, dtype):
 
 
 @pytest.mark.parametrize("experts", [3, 100, 200])
-@pytest.mark.parametrize("group_size", [128, None])
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
 def test_one_or_two_rows(rng, experts, group_size):
     """Few rows among many experts: ids, sizes, and sizes that add up to more."""
     one = random_weight(rng, 384, 200, group_size=group_size, lead=(7,))

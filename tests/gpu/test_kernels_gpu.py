@@ -121,6 +121,12 @@ def test_replays_have_the_same_bits(rng, m):
         (4, "float_zeros", "float16", 2, 12288, 4200, 256),
         (8, "integer_zeros", "bfloat16", 2, 12288, 2100, 128),
         (8, "offsets", "float32", 1, 30000, 900, None),
+        (4, "symmetric", "bfloat16", 1, 8192, 6200, 64),
+        (4, "symmetric", "float32", 2, 4096, 6200, 64),
+        (4, "offsets", "float16", 1, 14336, 2100, 32),
+        (8, "float_zeros", "bfloat16", 2, 4224, 3090, 64),
+        (8, "symmetric", "float32", 1, 4096, 3200, 32),
+        (4, "integer_zeros", "float16", 2, 8192, 2100, 32),
     ],
 )
 def test_large_weights_few_tokens(rng, bits, mode, x_dtype, m, k, n, group_size):
@@ -143,6 +149,8 @@ def test_large_weights_few_tokens(rng, bits, mode, x_dtype, m, k, n, group_size)
         (4, "symmetric", "bfloat16", 4, 1, 2048, 3100, 128),
         (4, "integer_zeros", "float32", 3, 2, 8320, 1020, 128),
         (8, "offsets", "float16", 11, 2, 600, 1950, None),
+        (4, "integer_zeros", "bfloat16", 4, 1, 2048, 3100, 32),
+        (4, "symmetric", "float16", 3, 2, 4096, 2100, 64),
     ],
 )
 @pytest.mark.parametrize("shared", [False, True])
