@@ -57,6 +57,8 @@ SUITES = {
             {"mode": "offsets"},
             {"group_size": 32},
             {"group_size": 64},
+            {"group_size": 32, "mode": "offsets"},
+            {"group_size": 64, "mode": "offsets"},
             {"group_size": None},
             {"bits": 8},
             {"bits": 8, "group_size": None},
