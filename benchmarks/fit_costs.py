@@ -112,7 +112,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def fit(file: dict, cases: list[tuple[Measured, Expected]], groups: bool) -> None:
+def fit(file: dict, cases: list[tuple[Measured, Expected]], groups: bool = False) -> None:
     loss, _ = judge(file, cases)
     places = [at for at in numbers_of(file) if not groups or (at[:2] == ("warpgroup", "shapes") and at[-1] >= 5)]
     for step in progress(STEPS, label="steps"):
