@@ -2,6 +2,8 @@
 
     python benchmarks/matmul.py [--suite decode large schemes shapes] [--output FILE] [--append]
     python benchmarks/matmul.py --suite every     every number of tokens, about a second each, into a file of its own
+    python benchmarks/matmul.py --suite batch     eight weights at once, into a file of its own
+    python benchmarks/matmul.py --suite xla     beside XLA's product of the same codes, into a file of its own
     python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
         kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
 
@@ -20,7 +22,13 @@ from jax_wonly._timing import Product, copies_of
 from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results"
-FILES = {"every": "h100-every.json", "other_architectures": "h100-sm80.json"}  # of the suites that have their own
+# Of the suites that have their own.
+FILES = {
+    "batch": "h100-batch.json",
+    "every": "h100-every.json",
+    "xla": "h100-xla.json",
+    "other_architectures": "h100-sm80.json",
+}
 TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
 

@@ -136,6 +136,7 @@ def warpgroup_times(
     for shape in shapes:
         if (
             (shape.tokens < 64 and m > shape.tokens)
+            or shape.tokens >= 2 * m + 32
             or (not plain and shape.sum == 0)
             or (ends > 1 and shape.group == 0)
         ):
