@@ -64,7 +64,7 @@ float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* co
   float least = 0.f;
   for (const warpgroup::Cost& cost : costs::kWarpgroup) {
     if (cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
-    if (cost.tokens >= 2 * args.m + 32) continue;  // mostly other tokens' work, which no record has
+    if (cost.tokens >= 2 * args.m + 32) continue;            // mostly other tokens' work, which no record has
     if ((!plain && cost.sum == 0.f) || (groups > 1.f && cost.group == 0.f)) continue;
     const float more = (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f);
     const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
