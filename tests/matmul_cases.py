@@ -68,6 +68,15 @@ def check_non_finite(rng, implementation=None):
     np.testing.assert_array_equal(y[[0, 2, 4]], clean[[0, 2, 4]])
 
 
+def check_zero_scales(rng, *, mode, group_size, x_dtype, implementation=None):
+    """A weight of scale zero is its offset, and zero without: no quotient by a scale may show."""
+    weight = random_weight(rng, 512, 264, group_size=group_size, mode=mode, scale_dtype="bfloat16", zero_scales=0.3)
+    for m in (1, 7, 16, 40, 70, 96):
+        x = random_x(rng, (m, 512), x_dtype)
+        y = jw.matmul(x, weight.qt, implementation=implementation)
+        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, m=m, mode=mode))
+
+
 def check_gradients(rng, *, bits, mode, implementation=None):
     """Every cotangent against the float64 formula, for weights shared by the batch and not."""
     for lead, x_lead in [((), (2,)), ((2,), ()), ((2,), (2,))]:

@@ -92,16 +92,23 @@ class Weight:
         return {"scales": self.qt.scales, "zeros": self.qt.zeros, "offsets": self.qt.offsets}
 
 
-def random_weight(rng, k, n, *, bits=4, group_size=None, mode="symmetric", scale_dtype="float32", lead=()) -> Weight:
+def random_weight(
+    rng, k, n, *, bits=4, group_size=None, mode="symmetric", scale_dtype="float32", lead=(), zero_scales=0.0
+) -> Weight:
     """Independent random codes, scales and zeros or offsets, so that no value is special.
 
-    ``mode="table"``: codes index a table of random values.
+    ``mode="table"``: codes index a table of random values. ``zero_scales``: that share of all scales is zero, and half
+    as many are 2^-120, or as little as their type has.
     """
     g = group_size or k
     shape = (*lead, k // g, n)
     codes = rng.integers(0, 2**bits, (*lead, k, n)).astype(np.uint8)
     dtype = DTYPES[scale_dtype]
     scales = (rng.uniform(0.3, 1.0, shape) * 2.0 ** (1 - bits)).astype(dtype)
+    if zero_scales:
+        chance = rng.uniform(0, 1, shape)
+        scales = np.where(chance < 1.5 * zero_scales, dtype(2.0**-120), scales)
+        scales = np.where(chance < zero_scales, dtype(0), scales).astype(dtype)
     zeros = offsets = table = None
     if mode == "table":
         table = tuple(rng.normal(0.1, 0.5, 16).astype(np.float32).tolist())

@@ -7,7 +7,13 @@ import pytest
 import reference
 from hypothesis import given
 from hypothesis import strategies as st
-from matmul_cases import check_broadcasting, check_cross_product, check_epilogue, check_non_finite
+from matmul_cases import (
+    check_broadcasting,
+    check_cross_product,
+    check_epilogue,
+    check_non_finite,
+    check_zero_scales,
+)
 from reference import DTYPES, MODES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
@@ -148,6 +154,12 @@ def test_any_inputs_per_channel(bits, k, n, seed):
 
 def test_non_finite(rng):
     check_non_finite(rng)
+
+
+@pytest.mark.parametrize("group_size", [32, None])
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_scales(rng, mode, group_size):
+    check_zero_scales(rng, mode=mode, group_size=group_size, x_dtype="bfloat16", implementation="cpu")
 
 
 def test_deterministic(rng):

@@ -10,6 +10,7 @@ from matmul_cases import (
     check_epilogue,
     check_gradients,
     check_non_finite,
+    check_zero_scales,
     rounds_weights,
 )
 from reference import DTYPES, MODES, assert_product, random_weight, random_x
@@ -164,6 +165,13 @@ def test_leading_axes(rng, x_lead, weight_lead, x_dtype):
 @pytest.mark.parametrize("implementation", ["cuda", "dequantize", "xla"])
 def test_non_finite(rng, implementation):
     check_non_finite(rng, implementation)
+
+
+@pytest.mark.parametrize("group_size", [32, 128, None])
+@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_scales(rng, mode, x_dtype, group_size):
+    check_zero_scales(rng, mode=mode, group_size=group_size, x_dtype=x_dtype, implementation="cuda")
 
 
 @pytest.mark.parametrize("mode", MODES)
