@@ -80,76 +80,27 @@ struct WgmmaBytes;
                  : "l"(a), "l"(b), "r"(accumulate));                                                    \
   }
 
-template <>
-struct Wgmma<16> {
-  WONLY_WGMMA(bf16, 16, 8, 8, 9, 10, 11, 12, 13)
-  WONLY_WGMMA(f16, 16, 8, 8, 9, 10, 11, 12, 13)
-};
-template <>
-struct Wgmma<32> {
-  WONLY_WGMMA(bf16, 32, 16, 16, 17, 18, 19, 20, 21)
-  WONLY_WGMMA(f16, 32, 16, 16, 17, 18, 19, 20, 21)
-};
-template <>
-struct Wgmma<48> {
-  WONLY_WGMMA(bf16, 48, 24, 24, 25, 26, 27, 28, 29)
-  WONLY_WGMMA(f16, 48, 24, 24, 25, 26, 27, 28, 29)
-};
-template <>
-struct Wgmma<64> {
-  WONLY_WGMMA(bf16, 64, 32, 32, 33, 34, 35, 36, 37)
-  WONLY_WGMMA(f16, 64, 32, 32, 33, 34, 35, 36, 37)
-};
-template <>
-struct Wgmma<96> {
-  WONLY_WGMMA(bf16, 96, 48, 48, 49, 50, 51, 52, 53)
-  WONLY_WGMMA(f16, 96, 48, 48, 49, 50, 51, 52, 53)
-};
-template <>
-struct Wgmma<128> {
-  WONLY_WGMMA(bf16, 128, 64, 64, 65, 66, 67, 68, 69)
-  WONLY_WGMMA(f16, 128, 64, 64, 65, 66, 67, 68, 69)
-};
-template <>
-struct Wgmma<160> {
-  WONLY_WGMMA(bf16, 160, 80, 80, 81, 82, 83, 84, 85)
-  WONLY_WGMMA(f16, 160, 80, 80, 81, 82, 83, 84, 85)
-};
-template <>
-struct Wgmma<192> {
-  WONLY_WGMMA(bf16, 192, 96, 96, 97, 98, 99, 100, 101)
-  WONLY_WGMMA(f16, 192, 96, 96, 97, 98, 99, 100, 101)
-};
-template <>
-struct Wgmma<224> {
-  WONLY_WGMMA(bf16, 224, 112, 112, 113, 114, 115, 116, 117)
-  WONLY_WGMMA(f16, 224, 112, 112, 113, 114, 115, 116, 117)
-};
-template <>
-struct Wgmma<256> {
-  WONLY_WGMMA(bf16, 256, 128, 128, 129, 130, 131, 132, 133)
-  WONLY_WGMMA(f16, 256, 128, 128, 129, 130, 131, 132, 133)
-};
-template <>
-struct WgmmaShared<8> {
-  WONLY_WGMMA_SHARED(bf16, 8, 4, 4, 5, 6)
-  WONLY_WGMMA_SHARED(f16, 8, 4, 4, 5, 6)
-};
-template <>
-struct WgmmaShared<64> {
-  WONLY_WGMMA_SHARED(bf16, 64, 32, 32, 33, 34)
-  WONLY_WGMMA_SHARED(f16, 64, 32, 32, 33, 34)
-};
-template <>
-struct WgmmaShared<128> {
-  WONLY_WGMMA_SHARED(bf16, 128, 64, 64, 65, 66)
-  WONLY_WGMMA_SHARED(f16, 128, 64, 64, 65, 66)
-};
-template <>
-struct WgmmaShared<256> {
-  WONLY_WGMMA_SHARED(bf16, 256, 128, 128, 129, 130)
-  WONLY_WGMMA_SHARED(f16, 256, 128, 128, 129, 130)
-};
+// Both 16-bit types of so many columns.
+#define WONLY_WGMMA_TYPES(Struct, function, kN, ...)               \
+  template <>                                                      \
+  struct Struct<kN> {                                              \
+    function(bf16, kN, __VA_ARGS__) function(f16, kN, __VA_ARGS__) \
+  };
+
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 16, 8, 8, 9, 10, 11, 12, 13)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 32, 16, 16, 17, 18, 19, 20, 21)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 48, 24, 24, 25, 26, 27, 28, 29)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 64, 32, 32, 33, 34, 35, 36, 37)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 96, 48, 48, 49, 50, 51, 52, 53)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 128, 64, 64, 65, 66, 67, 68, 69)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 160, 80, 80, 81, 82, 83, 84, 85)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 192, 96, 96, 97, 98, 99, 100, 101)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 224, 112, 112, 113, 114, 115, 116, 117)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 256, 128, 128, 129, 130, 131, 132, 133)
+WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 8, 4, 4, 5, 6)
+WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 64, 32, 32, 33, 34)
+WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 128, 64, 64, 65, 66)
+WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 256, 128, 128, 129, 130)
 
 template <>
 struct WgmmaBytes<64> {
@@ -166,6 +117,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_WGMMA_S8
 #undef WONLY_WGMMA_E4M3
 #undef WONLY_WGMMA_SHARED
+#undef WONLY_WGMMA_TYPES
 #undef WONLY_D4
 #undef WONLY_D8
 #undef WONLY_D16
