@@ -53,6 +53,12 @@ __device__ __forceinline__ uint32_t from_float2(float low, float high) {
   }
 }
 
+// What a float32 is beyond the bf16 number in its upper half. It is exactly the sum of three such numbers, split by
+// truncation: 24 = 8 + 8 + 8 bits.
+__device__ __forceinline__ float beyond_bf16(float value) {
+  return value - __uint_as_float(__float_as_uint(value) & 0xffff0000u);
+}
+
 // Sixteen bytes of an array that are not aligned for a vector copy, or that its end cuts: zeros after `left` elements.
 template <typename T>
 __device__ __noinline__ uint4 load_some(const T* from, int64_t left) {

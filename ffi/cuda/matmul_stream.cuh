@@ -104,8 +104,8 @@ struct Operand<__half> {
   __device__ static void pieces(Raw raw, bool, uint32_t (&b)[kPieces]) { b[0] = raw; }
 };
 
-// A float32 is exactly the sum of three bf16 numbers (24 = 8 + 8 + 8 bits), split by truncation; the codes are exact,
-// so the product keeps float32's accuracy at three instructions instead of one.
+// Three bf16 numbers are exactly a float32, and the codes are exact, so the product keeps float32's accuracy at three
+// instructions instead of one.
 template <>
 struct Operand<float> {
   using Raw = float2;
@@ -116,8 +116,8 @@ struct Operand<float> {
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       b[piece] = __byte_perm(__float_as_uint(rest[0]), __float_as_uint(rest[1]), 0x7632);  // the high halves of both
-      rest[0] -= __uint_as_float(__float_as_uint(rest[0]) & 0xffff0000u);
-      rest[1] -= __uint_as_float(__float_as_uint(rest[1]) & 0xffff0000u);
+      rest[0] = beyond_bf16(rest[0]);
+      rest[1] = beyond_bf16(rest[1]);
     }
   }
 };

@@ -101,8 +101,8 @@ __device__ __forceinline__ void split(float2 rest, uint32_t (&pieces)[kCount]) {
 #pragma unroll
     for (int piece = 0; piece < kCount; ++piece) {
       pieces[piece] = __byte_perm(__float_as_uint(rest.x), __float_as_uint(rest.y), 0x7632);  // the high halves
-      rest.x -= __uint_as_float(__float_as_uint(rest.x) & 0xffff0000u);
-      rest.y -= __uint_as_float(__float_as_uint(rest.y) & 0xffff0000u);
+      rest.x = beyond_bf16(rest.x);
+      rest.y = beyond_bf16(rest.y);
     }
   }
 }

@@ -202,12 +202,12 @@ __device__ __forceinline__ float load_shared(const uint8_t* data, int i, DType t
   return type == DType::kF16 ? to_floats<__half>(bits).x : single;
 }
 
-// A float32 is the sum of three numbers of eight bits, each the upper half of one of these.
+// The three bf16 numbers that are a float32, each the upper half of one of these.
 __device__ __forceinline__ void split(float value, uint32_t (&pieces)[3]) {
 #pragma unroll
   for (uint32_t& piece : pieces) {
     piece = __float_as_uint(value);
-    value -= __uint_as_float(piece & 0xffff0000u);
+    value = beyond_bf16(value);
   }
 }
 // Rows of A and B, pieces 0 0 0 1 1 1 2 2 and 0 1 2 0 1 2 0 1: all products but that of both last pieces, which is less
@@ -395,7 +395,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
     } else if (S::kSums && producer >= 4) {
       const int output = threadIdx.x % 128;
-      static_assert(!S::kSums || S::kRows == 128);
       float scale = 0.f, shift = 0.f;  // those of all inputs, if there is one of each
       if (!grouped) {
         const int64_t n = min(n0 + output, args.n - 1);
