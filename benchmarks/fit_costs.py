@@ -62,6 +62,10 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
         for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, MULTIPROCESSORS, tiles):
             yield ("tiled", tokens, splits), us
         if not table:
+            resident = costs.resident_of(file["resident"])
+            if bits == 4 and ends == 1 and not shifted and resident.least <= m <= resident.most:
+                for config, us in costs.resident_times(k, n, 1, MULTIPROCESSORS, resident):
+                    yield ("resident", *config), us
             numbers = costs.warpgroups_of(file["warpgroup"])
             for config, us in costs.warpgroup_times(
                 m, k, n, 1, bits, ends, shifted, not shifted, MULTIPROCESSORS, numbers
@@ -92,7 +96,11 @@ def numbers_of(value, at=()) -> Iterator[tuple]:
     """
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
-        fixed = "stream" in at or ("clusters" in at and key == 2) or (key == "start" and at[-1] in ("costs", "table"))
+        fixed = (
+            "stream" in at
+            or ("clusters" in at and key == 2)
+            or (key == "start" and at in (("tiled", "costs"), ("table",)))
+        )
         if isinstance(inner, float) and inner != 0 and not fixed:
             yield *at, key
         yield from numbers_of(inner, (*at, key))

@@ -31,6 +31,7 @@
 #include "cuda/element.cuh"
 #include "cuda/matmul_decode.h"
 #include "cuda/matmul_mma.h"
+#include "cuda/matmul_resident.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_tiled.h"
 #include "cuda/matmul_warpgroup.h"
@@ -115,13 +116,14 @@ int check(int every, const char* only) {
   struct Shape {
     int64_t b, m, k, n, group;
   };
-  const std::vector<Shape> shapes = {{1, 1, 64, 64, 0},      {1, 3, 100, 70, 0},      {2, 7, 96, 33, 32},
-                                     {1, 8, 1024, 136, 128}, {3, 5, 512, 192, 256},   {1, 17, 320, 50, 64},
-                                     {1, 9, 2048, 257, 32},  {1, 16, 4096, 128, 128}, {1, 33, 1536, 384, 128},
-                                     {1, 2, 33, 1, 0},       {2, 4, 101, 65, 0},      {2, 300, 832, 520, 64},
-                                     {1, 520, 1032, 300, 0}, {1, 70, 1120, 272, 32},  {1, 2, 1024, 136, 128},
-                                     {3, 1, 640, 72, 64},    {1, 2, 1152, 200, 64},   {2, 1, 1280, 136, 32},
-                                     {2, 2, 768, 136, 32},   {1, 1, 4480, 264, 64},   {1, 2, 2304, 72, 0}};
+  const std::vector<Shape> shapes = {
+      {1, 1, 64, 64, 0},       {1, 3, 100, 70, 0},     {2, 7, 96, 33, 32},     {1, 8, 1024, 136, 128},
+      {3, 5, 512, 192, 256},   {1, 17, 320, 50, 64},   {1, 9, 2048, 257, 32},  {1, 16, 4096, 128, 128},
+      {1, 33, 1536, 384, 128}, {1, 2, 33, 1, 0},       {2, 4, 101, 65, 0},     {2, 300, 832, 520, 64},
+      {1, 520, 1032, 300, 0},  {1, 70, 1120, 272, 32}, {1, 2, 1024, 136, 128}, {3, 1, 640, 72, 64},
+      {1, 2, 1152, 200, 64},   {2, 1, 1280, 136, 32},  {2, 2, 768, 136, 32},   {1, 1, 4480, 264, 64},
+      {1, 2, 2304, 72, 0},     {2, 5, 640, 72, 128},   {1, 8, 1088, 200, 0},   {3, 3, 2304, 137, 256},
+      {1, 7, 64, 16, 0},       {1, 4, 5184, 328, 0},   {1, 6, 4096, 129, 128}};
   for (const Shape& s : shapes)
     for (int bits : {4, 8})
       for (DType xt : {DType::kBF16, DType::kF16, DType::kF32})
@@ -210,6 +212,14 @@ int check(int every, const char* only) {
               for (int parts : {1, (strips + 1) / 2, strips}) {
                 compare("decode", cluster, parts, 0, 0,
                         [&] { return decode::launch(args, {cluster, parts}, shared_share(device, 1), nullptr); });
+              }
+          }
+          if (device.architecture == 90 && resident::supports(args)) {
+            const int strips = static_cast<int>(ceil_div(s.n, kAtomN));
+            for (int cluster : {1, 2, 4})
+              for (int parts : {1, (strips + 1) / 2, strips}) {
+                compare("resident", cluster, parts, 0, 0,
+                        [&] { return resident::launch(args, {cluster, parts}, shared_share(device, 1), nullptr); });
               }
           }
           if (device.architecture >= 80 && tiled::supports(args)) {
@@ -366,6 +376,16 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         if (decode::launch(calls[0], config, shared, s) != cudaSuccess) continue;
         report(-1, parts, 0, cluster, 1,
                graph_us(calls, [&](const MatmulArgs& args) { return decode::launch(args, config, shared, s); }, s));
+      }
+      for (int cluster : {1, 2, 4}) {
+        if (device.architecture != 90 || !resident::supports(calls[0])) continue;
+        const int multiprocessors = cluster == 4 ? device.multiprocessors * 10 / 11 : device.multiprocessors;
+        const int parts = std::min(static_cast<int>(ceil_div(n, kAtomN)), multiprocessors / cluster);
+        const resident::Config config{cluster, parts};
+        const int shared = shared_share(device, 1);
+        if (resident::launch(calls[0], config, shared, s) != cudaSuccess) continue;
+        report(-4, parts, 0, cluster, 1,
+               graph_us(calls, [&](const MatmulArgs& args) { return resident::launch(args, config, shared, s); }, s));
       }
       for (int tokens : {16, 32, 48, 64, 96, 128})
         for (int warpgroups : {1, 2, 4})

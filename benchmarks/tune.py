@@ -25,12 +25,21 @@ ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "kernel_sweep"
 SHAPES = "8192x28672,8192x8192,4096x14336,14336x4096,4096x4096,2048x8192,3584x18944,7168x2048"
 RECORD = ROOT / "benchmarks" / "results" / "h100-tune.json"
+# Of models from many kinds of people, and between.
+OTHERS = (
+    "1024x1024,1024x4096,1024x8192,1024x28672,1536x4608,1536x8960,1536x24576,2048x1024,2048x2048,2048x7168,2048x16384,"
+    "2560x2560,2560x10240,3072x3072,3072x8192,3072x768,3584x3584,3584x4608,4096x512,4096x1024,4096x2560,4096x6144,"
+    "4096x11008,4096x12288,5120x1280,5120x5120,5120x7168,5120x13824,5120x27648,6144x6144,6144x16384,7168x4608,7168x7168,"
+    "7168x18432,8192x1024,8192x2048,8192x3072,8192x10240,8960x1536,10240x2560,11008x4096,12288x4096,13824x5120,"
+    "16384x1024,16384x6144,18432x7168,18944x3584,27648x5120,28672x8192"
+)
 FEW = "4,8,9,16,17,24,32,33,48,64,65,80,96,112,128"
 MANY = "160,192,224,256,288,320,384,448,512,600,768,1024,1536"
 # What is recorded of the kernels whose configuration follows from a model of costs: bits, group size, type, shift,
 # tokens and shapes.
 SWEEPS = (
     (4, 128, "bf16", "symmetric", FEW, SHAPES),
+    (4, 128, "bf16", "symmetric", "3,8,16", OTHERS),
     (4, 128, "bf16", "symmetric", MANY, "8192x8192,4096x14336,14336x4096,4096x4096,2048x8192"),
     *((8, group, "bf16", "symmetric", "8,16,32,48,64,96,128", "8192x8192,4096x14336") for group in (128, 0)),
     *((4, 32, "bf16", shift, "16,32,64,128", "8192x8192,4096x14336,4096x4096") for shift in ("symmetric", "offsets")),
@@ -88,6 +97,8 @@ def config_of(strips: int, tiles: int, warps: int, cluster: int, ctas: int) -> t
             return "decode", {"parts": tiles, "cluster": cluster}
         case -2:
             return "tiled", {"tokens": 8 * tiles, "splits": warps}
+        case -4:
+            return "resident", {"cluster": cluster, "parts": tiles}
         case -3:
             return "mma", {"tokens": 8 * tiles, "splits": warps}
         case 0:

@@ -1,9 +1,9 @@
 """What the configurations of a product's kernels take on a GPU, in microseconds: models with numbers from ``costs/``.
 
 ``benchmarks/fit_costs.py`` fits the numbers to measurements. The C++ dispatcher has the same models with the same
-numbers (``ffi/cuda/matmul.cu``, ``matmul_tiled.cu`` and ``matmul_mma.cu``; ``ffi/cuda/costs.py`` makes a header of
-them) and the last word; here they choose between the fused kernels and a dense product, and say what will run where
-there is no GPU.
+numbers (``matmul.cu``, ``matmul_resident.cu``, ``matmul_tiled.cu`` and ``matmul_mma.cu`` in ``ffi/cuda``, where
+``costs.py`` makes a header of them) and the last word; here they choose between the fused kernels and a dense product,
+and say what will run where there is no GPU.
 """
 
 import json
@@ -63,9 +63,7 @@ class Mma(NamedTuple):
 class Stream(NamedTuple):
     """``matmul_stream``, which reads the weights again for every 16 tokens."""
 
-    tokens: int  # up to so many it is taken where there is another kernel; of one tile
-    tokens_of_many: int  # the same with
-    many_weights: int  # so many bytes of codes, which warpgroups read faster where scales are of the activations' type
+    tokens: int  # of one tile: up to so many it is taken where warpgroups are slower
     start: float
     bytes: float  # of weights per microsecond
 
@@ -78,6 +76,19 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
+
+
+class Resident(NamedTuple):
+    """``matmul_resident``: ``resident::Costs`` in ``ffi/cuda/matmul_resident.h``."""
+
+    least: int  # tokens, and
+    most: int
+    start: float
+    passes: float
+    turns: float
+    stages: float
+    words: float
+    clusters: tuple[Cluster, ...]
 
 
 def read(architecture: int) -> dict:
@@ -109,11 +120,17 @@ def warpgroups_of(values: dict) -> WarpgroupCosts:
     return shapes, tuple(Cluster(*cluster) for cluster in values["clusters"]), values["memory"]
 
 
+def resident_of(values: dict) -> Resident:
+    clusters = tuple(Cluster(*cluster) for cluster in values["clusters"])
+    return Resident(values["least"], values["most"], **values["costs"], clusters=clusters)
+
+
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor
 MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream
 # Of matmul_warpgroup's clusters, those that two CTAs must be able to share a multiprocessor for.
 _LARGE_CLUSTER = 4
+_SHARED_BYTES = 227 << 10  # of a CTA on an H100
 
 
 def warpgroup_times(
@@ -192,3 +209,32 @@ def mma_times(
 def stream_time(m: int, weights: float, costs: Stream) -> float:
     """Of ``matmul_stream``, for so many bytes of codes."""
     return costs.start + -(-m // PASS_TOKENS) * weights / costs.bytes
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _resident_bytes(n: int, stages: int, parts: int, cluster: int) -> int:
+    """Shared memory of a CTA: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
+    piece = 4
+    while 8 * piece < stages:
+        piece *= 2
+    part_rows = _ceil(_ceil(n, 16), parts) * 16
+    return 1024 + _ceil(stages, piece) * piece * 2048 + 4 * 8 * 68 * 4 + (8 * part_rows * 4 if cluster > 1 else 0)
+
+
+def resident_times(
+    k: int, n: int, batch: int, multiprocessors: int, costs: Resident
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """Of every configuration, (cluster, parts)."""
+    atoms = _ceil(n, 16)
+    for cluster in costs.clusters:
+        parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
+        stages = _ceil(_ceil(k, 128), cluster.ctas)
+        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas) > _SHARED_BYTES:
+            continue
+        part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
+        passes = _ceil(part_atoms, 4)
+        us = costs.start + cluster.start + costs.passes * passes + costs.turns * passes * _ceil(each, 4)
+        yield (cluster.ctas, parts), us + costs.stages * passes * each + costs.words * part_atoms * stages / 16

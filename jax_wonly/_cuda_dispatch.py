@@ -44,6 +44,7 @@ _QUANTIZED_BLOCKS = 1.17
 _SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
 _DECODE = _cuda_costs.Decode(**_SM90["decode"])
 _STREAM = _cuda_costs.Stream(**_SM90["stream"])
+_RESIDENT = _cuda_costs.resident_of(_SM90["resident"])
 _WARPGROUPS = _cuda_costs.warpgroups_of(_SM90["warpgroup"])
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = _SM90["tiled"]["tokens"], _SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"], _SM90["conv"]))
@@ -107,6 +108,17 @@ def _decode_kernel(m: int, k: int, groups: int, x_dtype, scale_dtype, shift_mode
     return group >= 128 or k % 128 == 0
 
 
+def _resident_kernel(
+    m: int, k: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
+) -> bool:
+    """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
+    if not has_warpgroups() or not _RESIDENT.least <= m <= _RESIDENT.most or jnp.dtype(x_dtype).itemsize != 2:
+        return False
+    integers = shift_mode == ShiftMode.NONE or (shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8)
+    large = groups <= 1 or k // groups not in (32, 64)
+    return bits == 4 and k % 64 == 0 and large and scale_dtype == x_dtype and integers
+
+
 def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     rows = [scale_dtype] + ([] if shift_mode == ShiftMode.NONE else [shift_dtype])
@@ -147,6 +159,10 @@ def _warpgroup(
     sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
     plain = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
     return _least(_cuda_costs.warpgroup_times(m, k, n, batch, bits, ends, sums, plain, _gpu()[1], _WARPGROUPS))
+
+
+def _resident(k: int, n: int, batch: int) -> float:
+    return min((us for _, us in _cuda_costs.resident_times(k, n, batch, _gpu()[1], _RESIDENT)), default=math.inf)
 
 
 def _stream(m: int, weights: float, wide: bool) -> float:
@@ -197,18 +213,22 @@ def kernel(
         and 2 * batch * min(-(-n // 16), share) >= wanted
     ):
         return "matmul_decode"
+    if _resident_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype):
+        other = math.inf
+        if _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
+            other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+        if _resident(k, n, batch) < other:
+            return "matmul_resident"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
-    many = batch * n * k * bits // 8 >= _STREAM.many_weights
-    plain = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    streamed = _STREAM.tokens_of_many if many and plain else _STREAM.tokens
-    if m > streamed or wide:
+    exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    small_groups = k // groups in (32, 64) and groups > 1
+    always = exact and (small_groups or _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype))
+    if m > _STREAM.tokens or wide or always:
         weights = batch * n * k * bits / 8
-        exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
         other = _stream(m, weights, False)
         if exact:
             other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-        large_groups = bits == 4 and k // groups not in (32, 64)
-        least = _TILED_TOKENS if large_groups else _TILED_TOKENS_OF_SMALL_GROUPS
+        least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
         enough = m >= (least if exact else STREAM_TOKENS + 1)
         if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
             if _tiled(m, k, n, batch, shift_mode) < other:

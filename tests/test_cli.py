@@ -276,7 +276,9 @@ def test_doctor(tmp_path, monkeypatch, capsys):
 
 def test_doctor_reaches_every_kernel_of_a_gpu():
     cases = _selftest.CASES[_abi.MATMUL](np.random.default_rng(0), "cuda")
-    assert {case.kernel for case in cases} == {f"matmul_{name}" for name in ("decode", "stream", "tiled", "warpgroup")}
+    assert {case.kernel for case in cases} == {
+        f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled", "warpgroup")
+    }
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch, capsys):

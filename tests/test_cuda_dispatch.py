@@ -38,18 +38,50 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     decode = "matmul_decode" if warpgroups else "matmul_stream"
     for group_size in (None, 256, 128, 64, 32):
         assert kernel(1, group_size) == kernel(2, group_size) == decode
-    assert kernel(3, 64) == "matmul_stream"
+    assert kernel(3, 64) == ("matmul_warpgroup" if warpgroups else "matmul_stream")
     # Two tokens and groups of 32 have kernels for 16-bit types alone.
     for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
-        assert kernel(1, 32, **types) == kernel(2, 64, **types) == decode and kernel(2, 32, **types) == "matmul_stream"
+        other = "matmul_warpgroup" if warpgroups and "x" not in types else "matmul_stream"
+        assert kernel(1, 32, **types) == kernel(2, 64, **types) == decode and kernel(2, 32, **types) == other
     # Half of a stage of 128 inputs at the end.
-    assert kernel(1, 64, k=4160) == "matmul_stream" and kernel(1, None, k=4160) == decode
+    other = "matmul_warpgroup" if warpgroups else "matmul_stream"
+    assert kernel(1, 64, k=4160) == other and kernel(1, None, k=4160) == decode
     for mode, shift, there in (
         *((ShiftMode.ZEROS, jnp.uint8, True), (ShiftMode.OFFSETS, jnp.bfloat16, True)),
         *((ShiftMode.ZEROS, jnp.float32, False), (ShiftMode.TABLE, jnp.float32, False)),
     ):
         for group_size in (64, 128):
-            assert kernel(2, group_size, mode=mode, shift=shift) == (decode if there else "matmul_stream")
+            small = warpgroups and group_size == 64 and mode != ShiftMode.TABLE
+            other = "matmul_warpgroup" if small else "matmul_stream"
+            assert kernel(2, group_size, mode=mode, shift=shift) == (decode if there else other)
+
+
+@pytest.mark.parametrize("x", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_three_to_eight_tokens(monkeypatch, warpgroups, x):
+    """`matmul_resident` where it is expected to be faster than `matmul_warpgroup`, or that does not take the rows."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+
+    def kernel(m, k, n, group_size=128, bits=4, batch=1, mode=ShiftMode.NONE, shift=None, scales=x):
+        groups = k // group_size if group_size else 1
+        return _cuda_dispatch.kernel(m, k, n, batch, bits, x, scales, mode, shift, groups=groups)
+
+    if not warpgroups or x == jnp.float32:
+        assert {kernel(m, 5120, 5120) for m in (3, 5, 8)} == {"matmul_stream"}
+        return
+    for group_size in (None, 256, 128):
+        assert {kernel(m, 5120, 5120, group_size) for m in (3, 5, 8)} == {"matmul_resident"}
+        assert kernel(5, 5120, 5120, group_size, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_resident"
+    assert kernel(4, 4096, 4096, batch=8) == "matmul_resident"
+    assert kernel(4, 1088, 1001, None) == "matmul_resident"
+    assert kernel(4, 1080, 1000, None) == kernel(4, 1024, 1024) == "matmul_warpgroup"  # half a tile; few weights
+    assert kernel(9, 5120, 5120) == kernel(4, 5120, 5120, 64) == kernel(4, 5120, 5120, bits=8) == "matmul_warpgroup"
+    # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations.
+    assert kernel(4, 256, 1024, batch=140) == kernel(4, 131072, 1024) == "matmul_warpgroup"
+    for arguments in (
+        *({"mode": ShiftMode.ZEROS, "shift": x}, {"mode": ShiftMode.OFFSETS, "shift": x}),
+        *({"scales": jnp.float32}, {"mode": ShiftMode.TABLE, "shift": jnp.float32}),
+    ):
+        assert kernel(4, 5120, 5120, **arguments) == "matmul_stream"
 
 
 def test_many_tokens(warpgroups):

@@ -35,11 +35,9 @@ def header() -> str:
     return "".join(
         [
             "// Made of jax_wonly/costs by ffi/cuda/costs.py.\n#pragma once\n\n",
-            *(f'#include "cuda/matmul_{name}.h"\n' for name in ("mma", "tiled", "warpgroup")),
+            *(f'#include "cuda/matmul_{name}.h"\n' for name in ("mma", "resident", "tiled", "warpgroup")),
             "\nnamespace wonly::costs {\n\n",
             f"inline constexpr int kStreamTokens = {newer['stream']['tokens']};\n",
-            f"inline constexpr int kStreamTokensOfMany = {newer['stream']['tokens_of_many']};\n",
-            f"inline constexpr int64_t kStreamManyWeights = {newer['stream']['many_weights']};\n",
             f"inline constexpr float kStreamStart = {number(newer['stream']['start'])};\n",
             f"inline constexpr float kStreamBytes = {number(newer['stream']['bytes'])};\n",
             *(
@@ -53,6 +51,9 @@ def header() -> str:
             array("warpgroup::Cost", "kWarpgroup", warpgroup["shapes"]),
             array("warpgroup::ClusterCost", "kClusters", warpgroup["clusters"]),
             f"inline constexpr float kWarpgroupBytes = {number(warpgroup['memory'])};\n",
+            f"inline constexpr int kResidentTokens = {newer['resident']['least']};\n",
+            f"inline constexpr resident::Costs kResident{row(newer['resident']['costs'].values())};\n",
+            array("resident::ClusterCost", "kResidentClusters", newer["resident"]["clusters"]),
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),
             in_tiles("tiled::Cost", "kTable", newer["table"]),
             in_tiles("tiled::Cost", "kConv", newer["conv"]),

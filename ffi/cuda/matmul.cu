@@ -7,6 +7,7 @@
 #include "cuda/matmul.h"
 #include "cuda/matmul_decode.h"
 #include "cuda/matmul_mma.h"
+#include "cuda/matmul_resident.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_tiled.h"
 #include "cuda/matmul_warpgroup.h"
@@ -134,19 +135,27 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const cudaError_t error = launch_decode(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;
   }
-  // For few tokens streaming four bits is faster than the warpgroup kernel, whose CTAs are slower to start. Eight bits
-  // leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
-  // CTA.
+  if (device.architecture == 90 && args.m >= costs::kResidentTokens && resident::supports(args)) {
+    resident::Config config{};
+    const int shared_bytes = shared_share(device, 1);
+    const float us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
+    warpgroup::Config warpgroups{};
+    if (us > 0.f && (!warpgroup::supports(args) || us < choose(args, device, &warpgroups))) {
+      return resident::launch(args, config, shared_bytes, stream);
+    }
+  }
+  // With scales of another type, float zeros or offsets, and no small groups, streaming four bits is faster for few
+  // tokens. Eight bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every
+  // multiprocessor has a CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
-  const bool many = args.batch * args.n * args.k * args.bits / 8 >= costs::kStreamManyWeights;
-  const int streamed = many && warpgroup::is_plain(args) ? costs::kStreamTokensOfMany : costs::kStreamTokens;
-  if (device.architecture == 90 && (args.m > streamed || wide)) {
+  const int64_t log2 = log2_group_blocks(args);
+  const bool small_groups = log2 == 0 || log2 == 1;
+  const bool always = warpgroup::supports(args) && (small_groups || warpgroup::is_plain(args));
+  if (device.architecture == 90 && (args.m > costs::kStreamTokens || wide || always)) {
     warpgroup::Config warpgroups{};
     const bool exact = warpgroup::supports(args);
     const float us = exact ? choose(args, device, &warpgroups) : stream_us(args);
-    const int64_t log2 = log2_group_blocks(args);
-    const bool large_groups = args.bits == 4 && log2 != 0 && log2 != 1;
-    const int64_t least = large_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
+    const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
     if (args.m >= (exact ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);

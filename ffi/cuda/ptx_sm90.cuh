@@ -151,6 +151,14 @@ __device__ __forceinline__ void tensor_copy_3d(void* shared, const CUtensorMap* 
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
       : "memory");
 }
+__device__ __forceinline__ void tensor_copy_4d(void* shared, const CUtensorMap* map, int x, int y, int z, int w,
+                                               uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier))
+      : "memory");
+}
 
 // The reverse, without what lies beyond the edges. By a thread that saw what others wrote, and made it what the copy
 // engine may read.

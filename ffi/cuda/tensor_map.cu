@@ -19,21 +19,29 @@ CUtensorMapDataType data_type(const MatmulArgs& args) {
   return args.x_dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-// An array [batch, rows, columns] of `size` bytes an element in boxes of box_rows x box_columns, zeros beyond the
+// An array of kRank dimensions, the innermost first and contiguous, strides in bytes of the others; zeros beyond the
 // edges.
+template <int kRank>
+cudaError_t encode(const void* data, CUtensorMapDataType type, const cuuint64_t (&sizes)[kRank],
+                   const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank], CUtensorMapSwizzle swizzle,
+                   CUtensorMap* map) {
+  static const auto encode_tiled = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
+  if (encode_tiled == nullptr) return cudaErrorNotSupported;
+  constexpr cuuint32_t kElementStrides[] = {1, 1, 1, 1};
+  static_assert(kRank <= 4);
+  const CUresult result = encode_tiled(map, type, kRank, const_cast<void*>(data), sizes, strides, box, kElementStrides,
+                                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// An array [batch, rows, columns] of `size` bytes an element in boxes of box_rows x box_columns.
 cudaError_t describe(const void* data, CUtensorMapDataType type, int size, int64_t batch, int64_t rows, int64_t columns,
                      int box_rows, int box_columns, CUtensorMapSwizzle swizzle, CUtensorMap* map) {
-  static const auto encode = driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled");
-  if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(batch)};
-  const cuuint64_t strides[2] = {sizes[0] * size, sizes[0] * sizes[1] * size};
-  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1};
-  const cuuint32_t element_strides[3] = {1, 1, 1};
-  const CUresult result =
-      encode(map, type, 3, const_cast<void*>(data), sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const auto bytes = static_cast<cuuint64_t>(columns * size), all_rows = static_cast<cuuint64_t>(rows);
+  return encode<3>(data, type, {static_cast<cuuint64_t>(columns), all_rows, static_cast<cuuint64_t>(batch)},
+                   {bytes, bytes * all_rows},
+                   {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1}, swizzle, map);
 }
 
 // x[batch, m, k] of `size` bytes an element in boxes of `tokens` x 128 bytes.
@@ -47,6 +55,14 @@ cudaError_t describe_x(const MatmulArgs& args, int64_t k, CUtensorMapDataType ty
 
 cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map) {
   return describe_x(args, args.k, data_type(args), 2, tokens, map);
+}
+
+cudaError_t describe_chunks(const MatmulArgs& args, int tokens, int chunks, CUtensorMap* map) {
+  const auto k = static_cast<cuuint64_t>(args.k), m = static_cast<cuuint64_t>(args.m);
+  const auto batch = static_cast<cuuint64_t>(args.x_batch_stride == 0 ? 1 : args.batch);
+  return encode<4>(args.x, data_type(args), {64, m, k / 64, batch}, {k * 2, 128, k * m * 2},
+                   {64, static_cast<cuuint32_t>(tokens), static_cast<cuuint32_t>(chunks), 1},
+                   CU_TENSOR_MAP_SWIZZLE_128B, map);
 }
 
 cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtensorMap* map) {

@@ -87,6 +87,7 @@ struct WgmmaBytes;
     function(bf16, kN, __VA_ARGS__) function(f16, kN, __VA_ARGS__) \
   };
 
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 8, 4, 4, 5, 6, 7, 8, 9)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 16, 8, 8, 9, 10, 11, 12, 13)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 32, 16, 16, 17, 18, 19, 20, 21)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 48, 24, 24, 25, 26, 27, 28, 29)

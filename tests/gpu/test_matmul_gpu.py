@@ -238,3 +238,28 @@ def test_float32_is_not_tf32(rng):
         assert_product(jw.matmul(x, weight.qt, implementation=implementation), x, weight)
     dx = jax.grad(lambda x: jw.matmul(x, weight.qt)[:, 0].sum())(x)
     np.testing.assert_allclose(dx[0], weight.dense[:, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("m", [3, 4, 5, 8])
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
+def test_resident_activations(rng, x_dtype, mode, m):
+    """Strips of outputs that CTAs share unevenly, clusters that share the inputs, parts of stages, batches."""
+    for k, n, group_size, lead in (
+        *((1088, 1001, None, ()), (5120, 5120, 128, ()), (2304, 137, 256, (3,)), (64, 17, None, ())),
+        *((12288, 4096, 128, ()), (27648, 1021, 256, ()), (4096, 264, 128, (8,)), (1984, 7001, None, ())),
+    ):
+        weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=lead)
+        x = random_x(rng, (*lead, m, k), x_dtype)
+        bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
+        if _cuda_dispatch.has_warpgroups() and (k, n) != (4096, 264):
+            assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
+        product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
+        y = product(x, weight.qt, bias)
+        assert_product(y, x, weight, bias=bias, activation="relu")
+        np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
+        # A token's result is its own: neither the number of the others nor their values matter.
+        others = x.at[..., 1:, :].set(np.inf)
+        np.testing.assert_array_equal(np.asarray(product(others, weight.qt, bias))[..., 0, :], np.asarray(y)[..., 0, :])
+        fewer = np.asarray(product(x[..., :3, :], weight.qt, bias))
+        np.testing.assert_array_equal(fewer, np.asarray(y)[..., :3, :])

@@ -1,0 +1,67 @@
+#include <algorithm>
+
+#include "cuda/costs.h"
+#include "cuda/matmul_resident.h"
+#include "layout.h"
+
+namespace wonly::resident {
+namespace {
+
+constexpr int kMostPieces = 8;  // more would wait less for the first, and copy less at once
+
+}  // namespace
+
+Layout layout(const MatmulArgs& args, const Config& config) {
+  const int64_t atoms = ceil_div(args.n, kAtomN), stages = ceil_div(args.k, kStageInputs);
+  Layout layout{};
+  layout.atoms_each = static_cast<int>(atoms / config.parts);
+  layout.atoms_over = static_cast<int>(atoms % config.parts);
+  layout.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
+  layout.log2_piece = 2;
+  while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
+  layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
+  layout.partial_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * kStageBytes;
+  layout.total_at = layout.partial_at + kWarpgroups * kMaxTokens * kSumStride * 4;
+  const int64_t part_rows = (layout.atoms_each + (layout.atoms_over > 0)) * kAtomN;
+  layout.bytes = layout.total_at + (config.cluster > 1 ? kMaxTokens * part_rows * 4 : 0);
+  return layout;
+}
+
+bool supports(const MatmulArgs& args) {
+  const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
+  const int log2 = log2_group_blocks(args);
+  const bool zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
+  return sixteen_bits && args.bits == 4 && args.m <= kMaxTokens && args.k > 0 && args.k % 64 == 0 &&
+         (log2 < 0 || log2 >= 2) && args.scale_dtype == args.x_dtype && (args.shift_mode == ShiftMode::kNone || zeros);
+}
+
+float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
+  const Costs& costs = costs::kResident;
+  const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);
+  float least = 0.f;
+  for (const ClusterCost& cluster : costs::kResidentClusters) {
+    const int64_t clusters = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share) / cluster.ctas;
+    const int64_t parts = std::min(atoms, clusters / args.batch), stages = ceil_div(all_stages, cluster.ctas);
+    if (parts == 0) continue;
+    const Config candidate{cluster.ctas, static_cast<int>(parts)};
+    if (layout(args, candidate).bytes > shared_bytes) continue;
+    const int64_t part_atoms = ceil_div(atoms, parts), passes = ceil_div(part_atoms, kPassAtoms);
+    const int64_t each = ceil_div(stages, kWarpgroups);
+    const float us = costs.start + cluster.start + costs.passes * static_cast<float>(passes) +
+                     costs.turns * static_cast<float>(passes * ceil_div(each, 2 * kAhead)) +
+                     costs.stages * static_cast<float>(passes * each) +
+                     costs.words * static_cast<float>(part_atoms * stages) / (kPassAtoms * kWarpgroups);
+    if (least == 0.f || us < least) {
+      least = us;
+      *config = candidate;
+    }
+  }
+  return least;
+}
+
+cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
+  return args.x_dtype == DType::kF16 ? launch_f16(args, config, shared_bytes, stream)
+                                     : launch_bf16(args, config, shared_bytes, stream);
+}
+
+}  // namespace wonly::resident

@@ -1,0 +1,61 @@
+// The product for a few tokens on Hopper (matmul_resident.cuh), one compiled file per activation type.
+#pragma once
+
+#include "cuda/matmul.h"
+#include "layout.h"
+
+namespace wonly::resident {
+
+constexpr int kMaxTokens = 8;
+constexpr int kStageInputs = 128;
+constexpr int kWarpgroups = 4;       // share a CTA's stages
+constexpr int kPassAtoms = 4;        // strips of 16 outputs at a time
+constexpr int kAhead = 2;            // stages that a warp asks for at once; twice as many are a turn of its loop
+constexpr int kBarrierBytes = 1024;  // a barrier for each piece; those are aligned for the swizzle
+constexpr int kChunkBytes = kMaxTokens * 128;                 // activations of 64 inputs, as wgmma reads them
+constexpr int kStageBytes = kStageInputs / 64 * kChunkBytes;  // of a stage
+constexpr int kSumStride = kTileN + 4;                        // so that a warp's sums lie in different banks
+
+struct Config {
+  int cluster;  // CTAs along the inputs
+  int parts;    // that the outputs are cut into, 1 .. ceil(N / 16): a cluster takes one
+};
+
+// How a product is shared out, and a CTA's shared memory.
+struct Layout {
+  int atoms_each, atoms_over;  // a part of the outputs has atoms_each strips of 16, the first atoms_over one more
+  int stages_each;             // that a CTA of a cluster takes, the last one fewer
+  int pieces, log2_piece;      // of the activations; stages of one
+  int partial_at, total_at;    // sums of the warpgroups, and those of all tokens for the others of a cluster
+  int64_t bytes;
+};
+Layout layout(const MatmulArgs& args, const Config& config);
+
+// What a product is expected to take, in microseconds.
+struct Costs {
+  float start;   // until the first product, and from the last to the result
+  float passes;  // one over a CTA's outputs
+  float turns;   // one of a pass
+  float stages;  // one of a warpgroup
+  float words;   // four strips of outputs in a stage of all warpgroups
+};
+// A cluster, what it costs besides, and the share of all multiprocessors that such clusters can use.
+struct ClusterCost {
+  int ctas;
+  float start, share;
+};
+
+// Whether this kernel computes `args`: int4 with one scale for 128 inputs or more, of the activations' 16-bit type,
+// uint8 zeros or none, K a multiple of 64; sm_90 only.
+bool supports(const MatmulArgs& args);
+
+// Sets the fastest configuration, and returns the microseconds that it is expected to take; 0 where there is none.
+float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config);
+
+// cudaErrorInvalidConfiguration when the activations of a CTA's inputs do not fit its shared memory.
+cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+
+cudaError_t launch_f16(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+
+}  // namespace wonly::resident
