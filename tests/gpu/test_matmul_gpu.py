@@ -244,15 +244,17 @@ def test_float32_is_not_tf32(rng):
 @pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
 def test_resident_activations(rng, x_dtype, mode, m):
-    """Strips of outputs that CTAs share unevenly, clusters that share the inputs, parts of stages, batches."""
+    """Strips of outputs that CTAs share unevenly, clusters that share the inputs, parts of stages, batches. Odd numbers
+    of outputs, as no other kernel takes those.
+    """
     for k, n, group_size, lead in (
-        *((1088, 1001, None, ()), (5120, 5120, 128, ()), (2304, 137, 256, (3,)), (64, 17, None, ())),
-        *((12288, 4096, 128, ()), (27648, 1021, 256, ()), (4096, 264, 128, (8,)), (1984, 7001, None, ())),
+        *((1088, 1001, None, ()), (5120, 1281, 128, ()), (2304, 137, 256, (3,)), (64, 17, None, ())),
+        *((12288, 521, 128, ()), (27648, 265, 256, ()), (2048, 264, 128, (8,)), (576, 7001, None, ())),
     ):
         weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=lead)
         x = random_x(rng, (*lead, m, k), x_dtype)
         bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
-        if _cuda_dispatch.has_warpgroups() and (k, n) != (4096, 264):
+        if _cuda_dispatch.has_warpgroups() and (k, n) != (2048, 264):
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
         product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
         y = product(x, weight.qt, bias)
