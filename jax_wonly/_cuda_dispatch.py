@@ -27,7 +27,7 @@ _MOST_STEPS = 48  # taps and blocks of 32 inputs of a convolution in groups of s
 _FEW_PRODUCTS, _FEW_PRODUCTS_STRIDED = 3.4e9, 14e9
 _FEW_OUTPUTS = 1 << 20  # up to which a depthwise convolution with nine taps or fewer has its kernel (measured)
 # Operations per microsecond of XLA's convolution, and what it and dequantizing take besides.
-_CONV, _CONV_START = 700e6, 9.0
+_CONV, _CONV_START = 650e6, 9.0
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
 
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
@@ -299,7 +299,6 @@ def use_conv(
     window,
     bits: int,
     x_dtype,
-    scale_dtype,
     shift_mode: ShiftMode,
     shift_dtype=None,
     *,
@@ -310,7 +309,7 @@ def use_conv(
     There is a second kernel as ``conv::supports_warpgroups`` in ``ffi/cuda/conv.cu`` says, which has the last word.
     """
     phases = math.prod(window.lhs_dilation)
-    warpgroups = phases == 1 and k // groups % 64 == 0 and _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    warpgroups = phases == 1 and k // groups % 64 == 0 and _plain(n, x_dtype, x_dtype, shift_mode, shift_dtype)
     return min(conv_times(pixels, k, n, window.taps, bits, phases, warpgroups).values()) <= conv_dense(
         pixels, k, n, window.taps, bits
     )

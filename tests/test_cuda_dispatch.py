@@ -177,8 +177,7 @@ def test_transposed_convolutions(warpgroups):
     assert not kernel(3, 2, (1, 1)) and not kernel(2, 3, (1, 1)) and not kernel(4, 2, (3, 3), stride=2)
     assert not kernel(3, 2, (3, 2), dilation=2) and not kernel(3, 2, (301, 300))
     window = Window((3, 3), (1, 1), ((1, 2), (1, 2)), (2, 2), (1, 1))
-    types = (jnp.bfloat16, jnp.bfloat16, ShiftMode.NONE)
-    assert _cuda_dispatch.use_conv(4096, 512, 512, window, 4, *types, groups=8)
+    assert _cuda_dispatch.use_conv(4096, 512, 512, window, 4, jnp.bfloat16, ShiftMode.NONE, groups=8)
 
 
 def test_convolutions_of_few_tiles(monkeypatch):
@@ -191,17 +190,17 @@ def test_convolutions_of_few_tiles(monkeypatch):
             assert min(times, key=lambda config: times[config])[:3] == ("warpgroup", *shape)
     assert WARPGROUPS.keys() == {cost[:2] for cost in _cuda_dispatch._CONV_WARPGROUPS.shapes}
 
-    def use(pixels, scale=jnp.bfloat16, mode=ShiftMode.NONE, shift=None, k=1280, n=1280, groups=20):
+    def use(pixels, mode=ShiftMode.NONE, shift=None, k=1280, n=1280, groups=20):
         window = Window((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), (1, 1))
-        return _cuda_dispatch.use_conv(pixels, k, n, window, 4, jnp.bfloat16, scale, mode, shift, groups=groups)
+        return _cuda_dispatch.use_conv(pixels, k, n, window, 4, jnp.bfloat16, mode, shift, groups=groups)
 
     # A wave of tiles for the kernel of warpgroups, and the last of the other's is nearly empty.
     seen = []
     times = _cuda_dispatch.conv_times
     monkeypatch.setattr(_cuda_dispatch, "conv_times", lambda *args: seen.append(args[-1]) or times(*args))
     assert use(64) and use(64, mode=ShiftMode.ZEROS, shift=jnp.uint8) and seen == [True, True]
-    assert use(64, jnp.float32) and use(64, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) and use(64, groups=40)
-    assert use(64, n=1284) and use(64, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=1288) and seen[2:] == [False] * 5
+    assert use(64, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) and use(64, groups=40)
+    assert use(64, n=1284) and use(64, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=1288) and seen[2:] == [False] * 4
 
 
 @pytest.mark.parametrize(("group_size", "shape"), SHAPES.items())

@@ -39,7 +39,8 @@ cudaError_t launch(const ConvArgs& args, const tiled::Config& config, cudaStream
 }
 
 bool supports_warpgroups(const ConvArgs& args) {
-  const MatmulArgs& product = args.product;
+  MatmulArgs product = args.product;
+  product.scale_dtype = product.x_dtype;  // for which float32 will do
   return supports(args) && phases(args.geometry) == 1 && product.k % 64 == 0 && product.k / product.groups % 64 == 0 &&
          warpgroup::is_plain(product);
 }
@@ -66,7 +67,8 @@ cudaError_t launch_conv(const ConvArgs& args, cudaStream_t stream) {
   if (conv::supports_warpgroups(args)) {
     MatmulArgs of_taps = args.product;
     of_taps.k *= stages / tap_stages;
-    of_taps.groups = 1;  // their costs are those of small groups
+    of_taps.groups = 1;  // the costs are those of groups of 64, and of any scales
+    of_taps.scale_dtype = of_taps.x_dtype;
     warpgroup::Config warpgroups{};
     if (warpgroup::choose(of_taps, device.multiprocessors, costs::kConvWarpgroup, &warpgroups) < us) {
       return conv::launch(args, warpgroups, stream);

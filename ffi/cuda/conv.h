@@ -42,7 +42,8 @@ cudaError_t launch_bf16(const ConvArgs& args, const tiled::Config& config, cudaS
 cudaError_t launch_f16(const ConvArgs& args, const tiled::Config& config, cudaStream_t stream);
 
 // The same by the kernel of conv_warpgroup.cuh: no transposed convolutions, inputs and groups of them in multiples of
-// 64, and what warpgroup::is_plain says. Its configurations are those of costs::kConvWarpgroup, clusters 1 .. 8.
+// 64, and what warpgroup::is_plain says, but for scales that may be float32. Its configurations are those of
+// costs::kConvWarpgroup, clusters 1 .. 8.
 bool supports_warpgroups(const ConvArgs& args);
 cudaError_t launch(const ConvArgs& args, const warpgroup::Config& config, cudaStream_t stream);
 

@@ -37,7 +37,7 @@ struct Pixels {
     const Params& params;
     const warpgroup::Maps& maps;
     int of_stage, role, strips;  // the half; 0 for activations; row tiles of the weights
-    int first, outputs;
+    int first, outputs, scale_size;
     const uint32_t* words;
     int image, y, x;  // where the first pixel's window begins
 
@@ -49,6 +49,7 @@ struct Pixels {
           strips((row_tiles + 1 - role) / 2),
           first(n0),
           outputs(min(S::kRows, static_cast<int>(params.args.n) - n0)),
+          scale_size(element_size(params.args.scale_dtype)),
           words(params.args.qw + int64_t{n0 / kTileN + role} * params.strip_words) {
       const ConvGeometry& g = params.geometry;
       int of_image;
@@ -64,8 +65,8 @@ struct Pixels {
       const int half = wanted ? 2 * stage + of_stage : params.halves - 1;
       int block, rest;
       const int tap = params.tap_halves.divide(half, &block);
-      ptx::barrier_expect(
-          done, (role == 0 ? S::kHalfBytes : outputs * (zeros ? 3 : 2)) + (wanted ? strips * kWeightBytes : 0));
+      ptx::barrier_expect(done, (role == 0 ? S::kHalfBytes : outputs * (scale_size + (zeros ? 1 : 0))) +
+                                    (wanted ? strips * kWeightBytes : 0));
       if (role == 0) {
         const ConvGeometry& g = params.geometry;
         int column;
@@ -75,8 +76,8 @@ struct Pixels {
                                 static_cast<uint16_t>(row * g.height.dilation), done);
       } else {
         const int64_t from = int64_t{params.group_halves.divide(half, &rest)} * args.n + first;
-        ptx::bulk_copy(to + S::kScalesAt + of_stage * S::kRows * 2, static_cast<const uint16_t*>(args.scales) + from,
-                       outputs * 2, done);
+        ptx::bulk_copy(to + S::kScalesAt + of_stage * S::kRows * scale_size,
+                       static_cast<const uint8_t*>(args.scales) + from * scale_size, outputs * scale_size, done);
         if (zeros) {
           ptx::bulk_copy(to + S::kShiftsAt + of_stage * S::kRows, static_cast<const uint8_t*>(args.shift) + from,
                          outputs, done);

@@ -86,6 +86,7 @@ struct Shape {
   static constexpr int kFlushes = kFlushes_;        // group ends in a stage: 4, 2 or 1 for groups of 32, 64, more
   static constexpr bool kRounded = kKind == Kind::kRounded;
   static constexpr bool kPlain = kKind == Kind::kPlain || kRounded, kSums = kKind == Kind::kSums;
+  static constexpr bool kAnyScales = !kPlain || Source::kWindows;  // not of the activations' type alone
   static constexpr bool kMultipliesSums = kSums && kTokens >= 64;  // on tensor cores
   static constexpr int kRows = kWarpgroups * kTileN;
   // After those of outputs one warpgroup produces; more add activations up, in turns.
@@ -113,7 +114,7 @@ struct Shape {
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
   // Of as many groups as end in a stage; every type has room.
-  static constexpr int kScaleBytes = kFlushes * kRows * (kPlain ? 2 : 4);
+  static constexpr int kScaleBytes = kFlushes * kRows * (kAnyScales ? 4 : 2);
   static constexpr int kShiftBytes = kFlushes * kRows * (kPlain ? 1 : 4);
   // Of float zeros and offsets: sums of activations and what multiplies them, as operands of a product or in float32,
   // and scales in float32.
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
   const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
   const bool has_zeros = !S::kSums && args.shift_mode == ShiftMode::kZeros;
-  const int scale_size = S::kPlain ? 2 : element_size(args.scale_dtype);
+  const int scale_size = S::kAnyScales ? element_size(args.scale_dtype) : 2;
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : S::kPlain ? 1 : element_size(args.shift_dtype);
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
@@ -498,12 +499,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const auto load_pair = [](const uint8_t* row_data, DType type, uint32_t (&bits)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        bits[i] = !S::kPlain && type == DType::kF32 ? reinterpret_cast<const uint32_t*>(row_data)[8 * i]
-                                                    : reinterpret_cast<const uint16_t*>(row_data)[8 * i];
+        bits[i] = S::kAnyScales && type == DType::kF32 ? reinterpret_cast<const uint32_t*>(row_data)[8 * i]
+                                                       : reinterpret_cast<const uint16_t*>(row_data)[8 * i];
       }
     };
     const auto from_bits = [](uint32_t bits, DType type) {
-      if constexpr (S::kPlain) return to_floats<X>(bits).x;
+      if constexpr (!S::kAnyScales) return to_floats<X>(bits).x;
       const float single = __uint_as_float(bits << (type == DType::kF32 ? 0 : 16));
       return type == DType::kF16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
     };
@@ -546,7 +547,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const uint8_t* from = data + S::kShiftsAt + unit * S::kRows + row;
         zero_bits[0] = from[0], zero_bits[1] = from[8];
       }
-      if (S::kRounded) load_pair(data + S::kScalesAt + (unit * S::kRows + row) * 2, args.scale_dtype, scale_bits);
+      if (S::kRounded) {
+        load_pair(data + S::kScalesAt + (unit * S::kRows + row) * scale_size, args.scale_dtype, scale_bits);
+      }
     };
     const auto convert_unit = [&](int unit) {
       if constexpr (S::kRounded) {
@@ -554,7 +557,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float zero = has_zeros ? static_cast<float>(zero_bits[i]) : kBias;
-          affine[i] = wonly::Convert<RoundedShape<X, S::kBits>>::affine(to_floats<X>(scale_bits[i]).x, zero);
+          affine[i] =
+              wonly::Convert<RoundedShape<X, S::kBits>>::affine(from_bits(scale_bits[i], args.scale_dtype), zero);
         }
 #pragma unroll
         for (int step = 0; step < S::kUnitSteps; step += kVectorSteps) {

@@ -190,7 +190,7 @@ def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None
         ):
             kernel, shift_dtype = _implicit, shift[0].dtype if shift else None
             wanted = _cuda_dispatch.use_conv(
-                *(pixels, p.k, n, window, p.bits, x.dtype, scales.dtype, p.shift_mode, shift_dtype),
+                *(pixels, p.k, n, window, p.bits, x.dtype, p.shift_mode, shift_dtype),
                 groups=scales.shape[1],
             )
     if p.implementation != "cuda":

@@ -51,8 +51,8 @@ def test_kernel(rng, geometry, x_dtype):
 @pytest.mark.parametrize("shape", WARPGROUPS)
 def test_warpgroups(rng, shape, bits, x_dtype):
     """Every shape of the kernel for few tiles."""
-    for mode, group_size in (("symmetric", 64), ("integer_zeros", None)):
-        scheme = {"bits": bits, "mode": mode, "group_size": group_size, "x_dtype": x_dtype}
+    for mode, group_size, scale_dtype in (("symmetric", 64, x_dtype), ("integer_zeros", None, "float32")):
+        scheme = {"bits": bits, "mode": mode, "group_size": group_size, "x_dtype": x_dtype, "scale_dtype": scale_dtype}
         check_conv(rng, **WARPGROUPS[shape], **scheme, implementation="cuda", rounded_weights=True)
 
 
