@@ -112,12 +112,21 @@ def mma_of(values: dict[str, Any]) -> Mma:
     return Mma(**fields)
 
 
-WarpgroupCosts = tuple[tuple[Warpgroups, ...], tuple[Cluster, ...], float]  # the last: bytes per microsecond
+class WarpgroupCosts(NamedTuple):
+    """What a kernel of warpgroups takes: ``warpgroup::Costs`` in ``ffi/cuda/matmul_warpgroup.h``."""
+
+    shapes: tuple[Warpgroups, ...]
+    clusters: tuple[Cluster, ...]
+    memory: float  # bytes of weights per microsecond
+    alone_ctas: int  # of a cluster at most where two CTAs do not share a multiprocessor
+    one_pass: int  # tokens below which a shape is for no more tokens than it has
 
 
-def warpgroups_of(values: dict) -> WarpgroupCosts:
+def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
     shapes = tuple(Warpgroups(*shape) for shape in values["shapes"])
-    return shapes, tuple(Cluster(*cluster) for cluster in values["clusters"]), values["memory"]
+    clusters = tuple(Cluster(*cluster) for cluster in values["clusters"])
+    fields: dict[str, Any] = values | {"shapes": shapes, "clusters": clusters}
+    return WarpgroupCosts(**fields)
 
 
 def resident_of(values: dict) -> Resident:
@@ -128,8 +137,6 @@ def resident_of(values: dict) -> Resident:
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor
 MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream
-# Of matmul_warpgroup's clusters, those that two CTAs must be able to share a multiprocessor for.
-_LARGE_CLUSTER = 4
 _SHARED_BYTES = 227 << 10  # of a CTA on an H100
 
 
@@ -148,11 +155,10 @@ def warpgroup_times(
     """Of every configuration, (tokens, warpgroups, cluster): ``ends`` groups end in 128 inputs; ``plain`` as
     ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu`` says.
     """
-    shapes, clusters, memory = costs
-    stages, reading = -(-k // 128), batch * n * k * bits / 8 / memory
-    for shape in shapes:
+    stages, reading = -(-k // 128), batch * n * k * bits / 8 / costs.memory
+    for shape in costs.shapes:
         if (
-            (shape.tokens < 64 and m > shape.tokens)
+            (shape.tokens < costs.one_pass and m > shape.tokens)
             or shape.tokens >= 2 * m + 32
             or (not plain and shape.sum == 0)
             or (ends > 1 and shape.group == 0)
@@ -160,8 +166,8 @@ def warpgroup_times(
             continue
         more = (ends - 1) * shape.group + ends * shape.sum * sums
         blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)
-        for cluster in clusters:
-            if cluster.ctas > _LARGE_CLUSTER and shape.shared_stage == 0:
+        for cluster in costs.clusters:
+            if cluster.ctas > costs.alone_ctas and shape.shared_stage == 0:
                 continue
             ctas, places = blocks * cluster.ctas, int(multiprocessors * cluster.share)
             # As few as there are multiprocessors are kept apart, even if clusters then do not all fit.

@@ -26,7 +26,8 @@ _MOST_STEPS = 48  # taps and blocks of 32 inputs of a convolution in groups of s
 # Outputs, by the third power of a group's inputs, up to which one has its kernel, with strides of 1 and 2 (measured)
 _FEW_PRODUCTS, _FEW_PRODUCTS_STRIDED = 3.4e9, 14e9
 _FEW_OUTPUTS = 1 << 20  # up to which a depthwise convolution with nine taps or fewer has its kernel (measured)
-_CONV = 650e6  # operations per microsecond of XLA's convolution
+# Operations per microsecond of XLA's convolution, and what it and dequantizing take besides.
+_CONV, _CONV_START = 650e6, 9.0
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
 
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
@@ -45,7 +46,7 @@ _SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
 _DECODE = _cuda_costs.Decode(**_SM90["decode"])
 _STREAM = _cuda_costs.Stream(**_SM90["stream"])
 _RESIDENT = _cuda_costs.resident_of(_SM90["resident"])
-_WARPGROUPS = _cuda_costs.warpgroups_of(_SM90["warpgroup"])
+_WARPGROUPS, _CONV_WARPGROUPS = map(_cuda_costs.warpgroups_of, (_SM90["warpgroup"], _SM90["conv_warpgroup"]))
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = _SM90["tiled"]["tokens"], _SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"], _SM90["conv"]))
 _MMA = _cuda_costs.mma_of(_SM80["mma"])
@@ -311,10 +312,27 @@ def conv_kernel(x_dtype, k: int, sizes, results, window) -> bool:
     return True
 
 
-def use_conv(pixels: int, k: int, n: int, window, bits: int) -> bool:
-    """Whether the kernel is expected to be as fast as dequantized weights and XLA's convolution."""
-    kernel, dense = conv_estimate(pixels, k, n, window.taps, bits, math.prod(window.lhs_dilation))
-    return kernel <= dense
+def use_conv(
+    pixels: int,
+    k: int,
+    n: int,
+    window,
+    bits: int,
+    x_dtype,
+    shift_mode: ShiftMode,
+    shift_dtype=None,
+    *,
+    groups: int,
+) -> bool:
+    """Whether the kernels are expected to be as fast as dequantized weights and XLA's convolution.
+
+    There is a second kernel as ``conv::supports_warpgroups`` in ``ffi/cuda/conv.cu`` says, which has the last word.
+    """
+    phases = math.prod(window.lhs_dilation)
+    warpgroups = phases == 1 and k // groups % 64 == 0 and _plain(n, x_dtype, x_dtype, shift_mode, shift_dtype)
+    return min(conv_times(pixels, k, n, window.taps, bits, phases, warpgroups).values()) <= conv_dense(
+        pixels, k, n, window.taps, bits
+    )
 
 
 def direct_conv_kernel(x_shape, x_dtype, k: int, n: int, groups: int, results, window) -> bool:
@@ -359,12 +377,28 @@ def use_direct_conv(pixels: int, k: int, n: int, groups: int, window) -> bool:
     return window.taps > 9 or 2 in window.strides or pixels * n <= _FEW_OUTPUTS
 
 
-def conv_estimate(pixels: int, k: int, n: int, taps: int, bits: int, phases: int = 1) -> tuple[float, float]:
-    """Microseconds of a convolution, by the kernel and dequantized; ``phases``: the product of the lhs_dilation."""
+def conv_times(
+    pixels: int, k: int, n: int, taps: int, bits: int, phases: int = 1, warpgroups: bool = True
+) -> dict[tuple, float]:
+    """Microseconds of a convolution in every configuration: ``("tiled", tokens, splits, CTAs of a cluster)``, and with
+    ``warpgroups`` ``("warpgroup", tokens, warpgroups, cluster)``; ``phases``: the product of the lhs_dilation.
+    """
+    stages = -(-taps // phases) * -(-k // 64)
+    times = _cuda_costs.tiled_times(pixels // phases, n, stages, phases, _gpu()[1], _CONV_TILES)
+    found = {("tiled", *config): us for config, us in times}
+    if warpgroups:
+        of_taps = (pixels, taps * k, n, 1, bits, 1, False, True)
+        times = _cuda_costs.warpgroup_times(*of_taps, _gpu()[1], _CONV_WARPGROUPS)
+        found |= {("warpgroup", *config): us for config, us in times}
+    return found
+
+
+def conv_dense(pixels: int, k: int, n: int, taps: int, bits: int) -> float:
+    """Microseconds of dequantizing, turning the weights as cuDNN wants them, and its convolution. That multiplies what
+    lies between the pixels of transposed convolutions, too.
+    """
     weights = taps * k * n
-    # The weights are dequantized, and turned as cuDNN wants them. It multiplies what lies between the pixels, too.
-    dense = weights * (bits / 8 + 7) / _MEMORY + 8 + max(6.0, 2.0 * weights * pixels / _CONV)
-    return _tiles(pixels // phases, n, -(-taps // phases) * -(-k // 64), phases, _CONV_TILES), dense
+    return _CONV_START + weights * (bits / 8 + 6) / _MEMORY + 2.0 * weights * pixels / _CONV
 
 
 def transposed_kernel(m, n: int, x_dtype) -> str:

@@ -235,6 +235,8 @@ _CONVOLUTIONS = (
     (4, "symmetric", "bfloat16", 64, 128, 1, 70, (1, 1), None),
     (8, "offsets", "float16", None, 72, 1, 130, (2, 1), "relu6"),
     (4, "integer_zeros", "bfloat16", 32, 64, 1, 256, (1, 2), "silu"),
+    (4, "integer_zeros", "bfloat16", 64, 192, 1, 144, (1, 1), "silu"),
+    (8, "symmetric", "float16", None, 128, 1, 72, (2, 1), None),
 )
 _GROUPED_CONVOLUTIONS = (
     (4, "symmetric", "bfloat16", None, 1, 136, 136, (1, 1), "silu"),

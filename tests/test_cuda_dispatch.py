@@ -4,6 +4,7 @@ import math
 
 import jax.numpy as jnp
 import pytest
+from conv_cases import WARPGROUPS
 from matmul_cases import ROWS, SHAPES
 
 from jax_wonly import _cuda_dispatch
@@ -208,7 +209,30 @@ def test_transposed_convolutions(warpgroups):
     assert not kernel(3, 2, (1, 1)) and not kernel(2, 3, (1, 1)) and not kernel(4, 2, (3, 3), stride=2)
     assert not kernel(3, 2, (3, 2), dilation=2) and not kernel(3, 2, (301, 300))
     window = Window((3, 3), (1, 1), ((1, 2), (1, 2)), (2, 2), (1, 1))
-    assert _cuda_dispatch.use_conv(4096, 512, 512, window, 4)
+    assert _cuda_dispatch.use_conv(4096, 512, 512, window, 4, jnp.bfloat16, ShiftMode.NONE, groups=8)
+
+
+def test_convolutions_of_few_tiles(monkeypatch):
+    """Shapes that tests/gpu runs reach all that the kernel of warpgroups has; others leave it out."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    for shape, case in WARPGROUPS.items():
+        pixels, taps = case["images"] * math.prod(case["sizes"]), math.prod(case["window"])
+        for bits in (4, 8):
+            times = _cuda_dispatch.conv_times(pixels, case["k"], case["n"], taps, bits)
+            assert min(times, key=lambda config: times[config])[:3] == ("warpgroup", *shape)
+    assert WARPGROUPS.keys() == {cost[:2] for cost in _cuda_dispatch._CONV_WARPGROUPS.shapes}
+
+    def use(pixels, mode=ShiftMode.NONE, shift=None, k=1280, n=1280, groups=20):
+        window = Window((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1), (1, 1))
+        return _cuda_dispatch.use_conv(pixels, k, n, window, 4, jnp.bfloat16, mode, shift, groups=groups)
+
+    # A wave of tiles for the kernel of warpgroups, and the last of the other's is nearly empty.
+    seen = []
+    times = _cuda_dispatch.conv_times
+    monkeypatch.setattr(_cuda_dispatch, "conv_times", lambda *args: seen.append(args[-1]) or times(*args))
+    assert use(64) and use(64, mode=ShiftMode.ZEROS, shift=jnp.uint8) and seen == [True, True]
+    assert use(64, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) and use(64, groups=40)
+    assert use(64, n=1284) and use(64, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=1288) and seen[2:] == [False] * 4
 
 
 @pytest.mark.parametrize(("group_size", "shape"), SHAPES.items())

@@ -1,4 +1,4 @@
-// When and how the convolution of conv.cuh runs. The numbers are those of jax_wonly/costs.
+// When and how the convolutions of conv.cuh and conv_warpgroup.cuh run. The numbers are those of jax_wonly/costs.
 #include <algorithm>
 #include <limits>
 
@@ -38,6 +38,17 @@ cudaError_t launch(const ConvArgs& args, const tiled::Config& config, cudaStream
   return args.product.x_dtype == DType::kF16 ? launch_f16(args, config, stream) : launch_bf16(args, config, stream);
 }
 
+bool supports_warpgroups(const ConvArgs& args) {
+  MatmulArgs product = args.product;
+  product.scale_dtype = product.x_dtype;  // for which float32 will do
+  return supports(args) && phases(args.geometry) == 1 && product.k % 64 == 0 && product.k / product.groups % 64 == 0 &&
+         warpgroup::is_plain(product);
+}
+
+cudaError_t launch(const ConvArgs& args, const warpgroup::Config& config, cudaStream_t stream) {
+  return args.product.x_dtype == DType::kF16 ? launch_f16(args, config, stream) : launch_bf16(args, config, stream);
+}
+
 }  // namespace conv
 
 cudaError_t launch_conv(const ConvArgs& args, cudaStream_t stream) {
@@ -52,7 +63,17 @@ cudaError_t launch_conv(const ConvArgs& args, cudaStream_t stream) {
   // Of phases the mean.
   const int64_t stages = ceil_div(g.height.window * g.width.window, phases) * tap_stages;
   tiled::Config config{};
-  tiled::choose(of_phases, stages, device.multiprocessors, costs::kConv, &config);
+  const float us = tiled::choose(of_phases, stages, device.multiprocessors, costs::kConv, &config);
+  if (conv::supports_warpgroups(args)) {
+    MatmulArgs of_taps = args.product;
+    of_taps.k *= stages / tap_stages;
+    of_taps.groups = 1;  // the costs are those of groups of 64, and of any scales
+    of_taps.scale_dtype = of_taps.x_dtype;
+    warpgroup::Config warpgroups{};
+    if (warpgroup::choose(of_taps, device.multiprocessors, costs::kConvWarpgroup, &warpgroups) < us) {
+      return conv::launch(args, warpgroups, stream);
+    }
+  }
   config.splits = static_cast<int>(std::min<int64_t>(config.splits, conv::least_taps(g) * tap_stages));
   return conv::launch(args, config, stream);
 }

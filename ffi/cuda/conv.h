@@ -1,7 +1,9 @@
-// Convolution with packed weights on Hopper, as an implicit product of pixels with outputs. See conv.cuh.
+// Convolution with packed weights on Hopper, as an implicit product of pixels with outputs. See conv.cuh, and
+// conv_warpgroup.cuh where the clusters of conv.cuh would be few.
 #pragma once
 
 #include "cuda/matmul_tiled.h"
+#include "cuda/matmul_warpgroup.h"
 
 namespace wonly {
 
@@ -38,6 +40,15 @@ cudaError_t launch(const ConvArgs& args, const tiled::Config& config, cudaStream
 
 cudaError_t launch_bf16(const ConvArgs& args, const tiled::Config& config, cudaStream_t stream);
 cudaError_t launch_f16(const ConvArgs& args, const tiled::Config& config, cudaStream_t stream);
+
+// The same by the kernel of conv_warpgroup.cuh: no transposed convolutions, inputs and groups of them in multiples of
+// 64, and what warpgroup::is_plain says, but for scales that may be float32. Its configurations are those of
+// costs::kConvWarpgroup, clusters 1 .. 8.
+bool supports_warpgroups(const ConvArgs& args);
+cudaError_t launch(const ConvArgs& args, const warpgroup::Config& config, cudaStream_t stream);
+
+cudaError_t launch_bf16(const ConvArgs& args, const warpgroup::Config& config, cudaStream_t stream);
+cudaError_t launch_f16(const ConvArgs& args, const warpgroup::Config& config, cudaStream_t stream);
 
 }  // namespace conv
 

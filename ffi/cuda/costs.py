@@ -22,6 +22,18 @@ def array(kind: str, name: str, rows: list) -> str:
     return f"inline constexpr {kind} {name}[] = {{{', '.join(map(row, rows))}}};\n"
 
 
+def of_warpgroups(name: str, costs: dict) -> str:
+    shapes, clusters = f"{name}Shapes", f"{name}Clusters"
+    arrays = array("warpgroup::Cost", shapes, costs["shapes"])
+    arrays += array("warpgroup::ClusterCost", clusters, costs["clusters"])
+    others = ", ".join(number(value) for key, value in costs.items() if key not in ("shapes", "clusters"))
+    sizes = len(costs["shapes"]), len(costs["clusters"])
+    return (
+        arrays
+        + f"inline constexpr warpgroup::Costs {name}{{{shapes}, {sizes[0]}, {clusters}, {sizes[1]}, {others}}};\n"
+    )
+
+
 def in_tiles(kind: str, name: str, costs: dict) -> str:
     others = ", ".join(number(value) for key, value in costs.items() if key != "stages")
     stages = f"{name}Stages"
@@ -31,7 +43,6 @@ def in_tiles(kind: str, name: str, costs: dict) -> str:
 
 def header() -> str:
     newer, older = (json.loads((COSTS / f"sm_{architecture}.json").read_text()) for architecture in (90, 80))
-    warpgroup = newer["warpgroup"]
     return "".join(
         [
             "// Made of jax_wonly/costs by ffi/cuda/costs.py.\n#pragma once\n\n",
@@ -48,15 +59,14 @@ def header() -> str:
             "// others.\n"
             f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n"
             f"inline constexpr int64_t kTiledTokensOfSmallGroups = {newer['tiled']['tokens_of_small_groups']};\n",
-            array("warpgroup::Cost", "kWarpgroup", warpgroup["shapes"]),
-            array("warpgroup::ClusterCost", "kClusters", warpgroup["clusters"]),
-            f"inline constexpr float kWarpgroupBytes = {number(warpgroup['memory'])};\n",
+            of_warpgroups("kWarpgroup", newer["warpgroup"]),
             f"inline constexpr int kResidentTokens = {newer['resident']['least']};\n",
             f"inline constexpr resident::Costs kResident{row(newer['resident']['costs'].values())};\n",
             array("resident::ClusterCost", "kResidentClusters", newer["resident"]["clusters"]),
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),
             in_tiles("tiled::Cost", "kTable", newer["table"]),
             in_tiles("tiled::Cost", "kConv", newer["conv"]),
+            of_warpgroups("kConvWarpgroup", newer["conv_warpgroup"]),
             in_tiles("mma::Cost", "kMma", older["mma"]),
             "\n}  // namespace wonly::costs\n",
         ]

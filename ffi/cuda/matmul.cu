@@ -53,41 +53,6 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   return config;
 }
 
-// Sets the fastest configuration, and returns the microseconds that it is expected to take.
-float choose(const MatmulArgs& args, const Device& device, warpgroup::Config* config) {
-  const float stages = static_cast<float>(ceil_div(args.k, 128));
-  const int log2 = log2_group_blocks(args);
-  const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
-  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
-  const bool plain = warpgroup::is_plain(args);
-  const float reading =
-      static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs::kWarpgroupBytes;
-  float least = 0.f;
-  for (const warpgroup::Cost& cost : costs::kWarpgroup) {
-    if (cost.tokens < 64 && args.m > cost.tokens) continue;  // would read the weights again
-    if (cost.tokens >= 2 * args.m + 32) continue;            // mostly other tokens' work, which no record has
-    if ((!plain && cost.sum == 0.f) || (groups > 1.f && cost.group == 0.f)) continue;
-    const float more = (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f);
-    const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
-    for (const warpgroup::ClusterCost& cluster : costs::kClusters) {
-      if (cluster.ctas > 4 && cost.shared_stage == 0.f) continue;
-      const int64_t ctas = blocks * cluster.ctas;
-      const int64_t places = static_cast<int64_t>(static_cast<float>(device.multiprocessors) * cluster.share);
-      // As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
-      const bool shares = cost.shared_stage > 0.f && ctas > device.multiprocessors;
-      const float waves = static_cast<float>(ceil_div(ctas, shares ? 2 * places : places));
-      const float stage = shares ? cost.shared_stage + 2.f * more : cost.stage + more;
-      const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
-      const float us = std::max(walking, reading) + waves * (cost.start + cluster.start);
-      if (least == 0.f || us < least) {
-        least = us;
-        *config = {cost.tokens, cost.warpgroups, cluster.ctas, device.multiprocessors};
-      }
-    }
-  }
-  return least;
-}
-
 // The streaming kernel reads the weights again for every 16 tokens.
 constexpr int64_t kStreamPass = 16;
 float stream_us(const MatmulArgs& args) {
@@ -140,7 +105,8 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const int shared_bytes = shared_share(device, 1);
     const float us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
     warpgroup::Config warpgroups{};
-    if (us > 0.f && (!warpgroup::supports(args) || us < choose(args, device, &warpgroups))) {
+    if (us > 0.f && (!warpgroup::supports(args) ||
+                     us < warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups))) {
       return resident::launch(args, config, shared_bytes, stream);
     }
   }
@@ -154,7 +120,8 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   if (device.architecture == 90 && (args.m > costs::kStreamTokens || wide || always)) {
     warpgroup::Config warpgroups{};
     const bool exact = warpgroup::supports(args);
-    const float us = exact ? choose(args, device, &warpgroups) : stream_us(args);
+    const float us =
+        exact ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups) : stream_us(args);
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
     if (args.m >= (exact ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};

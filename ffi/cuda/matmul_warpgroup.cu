@@ -1,6 +1,10 @@
+#include <algorithm>
+
 #include "cuda/matmul_warpgroup.h"
+#include "layout.h"
 
 namespace wonly::warpgroup {
+
 bool supports(const MatmulArgs& args) {
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
   const bool aligned = args.k % 8 == 0 && args.k > 0 && args.m > 0;
@@ -15,6 +19,42 @@ bool is_plain(const MatmulArgs& args) {
   const bool zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
   return args.scale_dtype == args.x_dtype && args.n % 8 == 0 &&
          (args.shift_mode == ShiftMode::kNone || (zeros && args.n % 16 == 0));
+}
+
+float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {
+  const float stages = static_cast<float>(ceil_div(args.k, 128));
+  const int log2 = log2_group_blocks(args);
+  const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
+  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  const bool plain = is_plain(args);
+  const float reading =
+      static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
+  float least = 0.f;
+  for (int i = 0; i < costs.shape_count; ++i) {
+    const Cost& cost = costs.shapes[i];
+    if (cost.tokens < costs.one_pass && args.m > cost.tokens) continue;  // would read the weights again
+    if (cost.tokens >= 2 * args.m + 32) continue;                        // mostly other tokens' work, not recorded
+    if ((!plain && cost.sum == 0.f) || (groups > 1.f && cost.group == 0.f)) continue;
+    const float more = (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f);
+    const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
+    for (int j = 0; j < costs.cluster_count; ++j) {
+      const ClusterCost& cluster = costs.clusters[j];
+      if (cluster.ctas > costs.alone_ctas && cost.shared_stage == 0.f) continue;
+      const int64_t ctas = blocks * cluster.ctas;
+      const int64_t places = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share);
+      // As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
+      const bool shares = cost.shared_stage > 0.f && ctas > multiprocessors;
+      const float waves = static_cast<float>(ceil_div(ctas, shares ? 2 * places : places));
+      const float stage = shares ? cost.shared_stage + 2.f * more : cost.stage + more;
+      const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
+      const float us = std::max(walking, reading) + waves * (cost.start + cluster.start);
+      if (least == 0.f || us < least) {
+        least = us;
+        *config = {cost.tokens, cost.warpgroups, cluster.ctas, multiprocessors};
+      }
+    }
+  }
+  return least;
 }
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream) {

@@ -27,6 +27,7 @@
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/ring.cuh"
+#include "cuda/rounded_weights.cuh"
 #include "cuda/tensor_map.h"
 #include "cuda/wgmma.cuh"
 #include "dequant/convert.h"
@@ -48,26 +49,51 @@ using ptx::kArrivals;
 
 // What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 80).
 enum class Kind {
-  kPlain,  // scales of the activations' type, copied even if there is one group, and uint8 zeros or none
-  kOther,  // scales of any type, and uint8 zeros or none
-  kSums,   // scales of any type, and zeros that are no integers, or offsets
+  kPlain,    // scales of the activations' type, copied even if there is one group, and uint8 zeros or none
+  kOther,    // scales of any type, and uint8 zeros or none
+  kSums,     // scales of any type, and zeros that are no integers, or offsets
+  kRounded,  // as kPlain, of weights that are rounded to the activations' type: sums need no scaling
 };
 
-template <typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, Kind kKind>
+struct Params {
+  MatmulArgs args;
+  int cluster;
+  int token_tiles;
+  int stages, more_stages;  // of 128 inputs, for every rank; as many ranks have one more
+  int log2_group_blocks;    // group size = 32 << this; -1: one scale per output
+};
+
+// The scales and shifts only where groups are smaller than a stage.
+struct Maps {
+  CUtensorMap x, scales, shifts;
+};
+
+// What a tile's tokens and their inputs are: rows of the activations here, pixels and taps in conv_warpgroup.cuh. A
+// source with kWindows copies what a stage takes itself.
+struct Rows {
+  using Params = warpgroup::Params;
+  static constexpr bool kWindows = false;
+  __device__ static int producers(int row_tiles) { return max(row_tiles, 2); }  // warps
+};
+
+template <typename Source_, typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, Kind kKind>
 struct Shape {
+  using Source = Source_;
   using X = X_;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kWarpgroups = kWarpgroups_;  // 64 outputs each
   static constexpr int kFlushes = kFlushes_;        // group ends in a stage: 4, 2 or 1 for groups of 32, 64, more
-  static constexpr bool kPlain = kKind == Kind::kPlain, kSums = kKind == Kind::kSums;
+  static constexpr bool kRounded = kKind == Kind::kRounded;
+  static constexpr bool kPlain = kKind == Kind::kPlain || kRounded, kSums = kKind == Kind::kSums;
+  static constexpr bool kAnyScales = !kPlain || Source::kWindows;  // not of the activations' type alone
   static constexpr bool kMultipliesSums = kSums && kTokens >= 64;  // on tensor cores
   static constexpr int kRows = kWarpgroups * kTileN;
   // After those of outputs one warpgroup produces; more add activations up, in turns.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
   static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
-  static_assert(kWarpgroups == 2 || kPlain);
+  static_assert((kWarpgroups == 2 || kPlain) && (kFlushes == 2 || !kRounded));
 
   // Four warpgroups fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the other starts
   // or ends; from 64 tokens on the accumulators of two leave no room for that.
@@ -88,7 +114,7 @@ struct Shape {
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
   // Of as many groups as end in a stage; every type has room.
-  static constexpr int kScaleBytes = kFlushes * kRows * (kPlain ? 2 : 4);
+  static constexpr int kScaleBytes = kFlushes * kRows * (kAnyScales ? 4 : 2);
   static constexpr int kShiftBytes = kFlushes * kRows * (kPlain ? 1 : 4);
   // Of float zeros and offsets: sums of activations and what multiplies them, as operands of a product or in float32,
   // and scales in float32.
@@ -114,19 +140,6 @@ struct Shape {
   static_assert(!kSums || kHalfBytes + kSumBlocks * 64 * 128 <= kStageBytes);
 };
 
-struct Params {
-  MatmulArgs args;
-  int cluster;
-  int token_tiles;
-  int stages, more_stages;  // of 128 inputs, for every rank; as many ranks have one more
-  int log2_group_blocks;    // group size = 32 << this; -1: one scale per output
-};
-
-// The scales and shifts only where groups are smaller than a stage.
-struct Maps {
-  CUtensorMap x, scales, shifts;
-};
-
 // (code - zero) * 2^-13 for pairs of codes. `factor` undoes the power of two of a masked code, 16 times as large in odd
 // pairs of int4.
 template <typename X>
@@ -149,6 +162,14 @@ struct Convert {
     }
     return d;
   }
+};
+
+// Codes whose zero may be any integer, for Convert of rounded_weights.cuh.
+template <typename X_, int kBits_>
+struct RoundedShape {
+  using X = X_;
+  static constexpr int kBits = kBits_;
+  static constexpr bool kZeros = true, kTable = false;
 };
 
 // A operands of the steps of 16 inputs that half a vector of a lane's words holds: 2 for int4, 1 for int8.
@@ -187,11 +208,26 @@ __device__ __forceinline__ float2 to_floats(uint32_t pair) {
   }
 }
 
-// Of the whole vector, 16 bytes.
+// The same of weights that are rounded.
 template <typename X, int kBits>
-__device__ __forceinline__ void convert(const uint4& words, uint32_t zero_low, uint32_t zero_high, uint32_t (*a)[4]) {
-  convert_half<X, kBits>(words.x, words.y, zero_low, zero_high, a);
-  convert_half<X, kBits>(words.z, words.w, zero_low, zero_high, a + (kBits == 4 ? 2 : 1));
+__device__ __forceinline__ void convert_half(uint32_t low, uint32_t high, const Affine& of_low, const Affine& of_high,
+                                             uint32_t (*a)[4]) {
+  using C = wonly::Convert<RoundedShape<X, kBits>>;
+  uint32_t l[16 / kBits], h[16 / kBits];
+  C::weights(low, of_low, {}, l);
+  C::weights(high, of_high, {}, h);
+#pragma unroll
+  for (int i = 0; i < 16 / kBits; ++i) {
+    a[i / 2][i % 2 * 2] = l[i];
+    a[i / 2][i % 2 * 2 + 1] = h[i];
+  }
+}
+
+// Of the whole vector, 16 bytes.
+template <typename X, int kBits, typename Of>
+__device__ __forceinline__ void convert(const uint4& words, const Of& low, const Of& high, uint32_t (*a)[4]) {
+  convert_half<X, kBits>(words.x, words.y, low, high, a);
+  convert_half<X, kBits>(words.z, words.w, low, high, a + (kBits == 4 ? 2 : 1));
 }
 
 // A number of 16 or 32 bits in shared memory.
@@ -279,7 +315,7 @@ __device__ __forceinline__ void store_sums(const float (&sum)[S::kSumBlocks][4],
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kCtas)
-    warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
+    warpgroup_matmul(const __grid_constant__ typename S::Source::Params params, const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
   using C = Convert<X>;
@@ -314,13 +350,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
   const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
   const bool has_zeros = !S::kSums && args.shift_mode == ShiftMode::kZeros;
-  const int scale_size = S::kPlain ? 2 : element_size(args.scale_dtype);
+  const int scale_size = S::kAnyScales ? element_size(args.scale_dtype) : 2;
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : S::kPlain ? 1 : element_size(args.shift_dtype);
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
   const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
-  const int producers = max(row_tiles, 2);
+  const int producers = S::Source::producers(row_tiles);
 
   constexpr float kBias = bias_of(S::kBits);
   // At the end the CTAs of a cluster share the tokens out, eight at a time: block b of them to rank b % cluster.
@@ -362,7 +398,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const int scale_row_bytes = outputs * scale_size;
     const int shift_row_bytes = outputs * shift_size;
     RingPosition<S::kStages> at;
-    if (producer < producers) {
+    if (S::Source::kWindows && producer < producers) {
+      if constexpr (S::Source::kWindows) {
+        const typename S::Source::template Copies<S> copies(params, maps, producer, row_tiles, static_cast<int>(n0),
+                                                            m0);
+        for (int index = 0; index < stage_count; ++index, at.advance()) {
+          if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
+          if (ptx::elect_one()) copies.copy(stage_at(index), ring + at.slot * S::kStageBytes, full + at.slot);
+        }
+      }
+    } else if (producer < producers) {
       for (int index = 0; index < stage_count; ++index, at.advance()) {
         const int stage = stage_at(index);
         if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
@@ -454,12 +499,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const auto load_pair = [](const uint8_t* row_data, DType type, uint32_t (&bits)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        bits[i] = !S::kPlain && type == DType::kF32 ? reinterpret_cast<const uint32_t*>(row_data)[8 * i]
-                                                    : reinterpret_cast<const uint16_t*>(row_data)[8 * i];
+        bits[i] = S::kAnyScales && type == DType::kF32 ? reinterpret_cast<const uint32_t*>(row_data)[8 * i]
+                                                       : reinterpret_cast<const uint16_t*>(row_data)[8 * i];
       }
     };
     const auto from_bits = [](uint32_t bits, DType type) {
-      if constexpr (S::kPlain) return to_floats<X>(bits).x;
+      if constexpr (!S::kAnyScales) return to_floats<X>(bits).x;
       const float single = __uint_as_float(bits << (type == DType::kF32 ? 0 : 16));
       return type == DType::kF16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
     };
@@ -480,7 +525,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
     constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
     uint4 words[kShared ? 1 : S::kUnitSteps / kVectorSteps];
-    uint32_t zero_bits[2];
+    uint32_t zero_bits[2], scale_bits[2];
     RingPosition<S::kStages> at;
     const auto stage_data = [&]() { return ring + at.slot * S::kStageBytes; };
     const auto wait_full = [&]() { ptx::barrier_wait(full + at.slot, at.phase); };
@@ -502,8 +547,25 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const uint8_t* from = data + S::kShiftsAt + unit * S::kRows + row;
         zero_bits[0] = from[0], zero_bits[1] = from[8];
       }
+      if (S::kRounded) {
+        load_pair(data + S::kScalesAt + (unit * S::kRows + row) * scale_size, args.scale_dtype, scale_bits);
+      }
     };
     const auto convert_unit = [&](int unit) {
+      if constexpr (S::kRounded) {
+        Affine affine[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float zero = has_zeros ? static_cast<float>(zero_bits[i]) : kBias;
+          affine[i] =
+              wonly::Convert<RoundedShape<X, S::kBits>>::affine(from_bits(scale_bits[i], args.scale_dtype), zero);
+        }
+#pragma unroll
+        for (int step = 0; step < S::kUnitSteps; step += kVectorSteps) {
+          convert<X, S::kBits>(words[step / kVectorSteps], affine[0], affine[1], codes[unit % 2] + step);
+        }
+        return;
+      }
       if (has_zeros && grouped && (S::kFlushes > 1 || unit == 0)) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(zero_bits[i]));
@@ -520,22 +582,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         }
       }
     };
+    float (&product)[S::kTokens / 2] = S::kRounded ? acc : part;
     const auto multiply_unit = [&](uint64_t x, int unit) {
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < S::kUnitSteps; ++i) {
         const int step = unit * S::kUnitSteps + i;
         const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
-        const bool accumulate = i > 0 || (S::kFlushes == 1 && unit > 0);
+        const bool accumulate = S::kRounded || i > 0 || (S::kFlushes == 1 && unit > 0);
         if constexpr (C::kBf16) {
-          ptx::Wgmma<S::kTokens>::bf16(part, codes[unit % 2][i], operand_x, accumulate);
+          ptx::Wgmma<S::kTokens>::bf16(product, codes[unit % 2][i], operand_x, accumulate);
         } else {
-          ptx::Wgmma<S::kTokens>::f16(part, codes[unit % 2][i], operand_x, accumulate);
+          ptx::Wgmma<S::kTokens>::f16(product, codes[unit % 2][i], operand_x, accumulate);
         }
       }
       ptx::wgmma_commit();
     };
-    uint32_t scale_bits[2];
     const auto load_factors = [&](const uint8_t* data, int group) {
       if (S::kSums) return;
       load_pair(data + S::kScalesAt + (group * S::kRows + row) * scale_size, args.scale_dtype, scale_bits);
@@ -582,7 +644,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       const int slot = at.slot;
 #pragma unroll
       for (int unit = 0; unit < S::kUnits; ++unit) {
-        const bool last = unit + 1 == S::kUnits, flushes = S::kFlushes > 1 || last;
+        const bool last = unit + 1 == S::kUnits, flushes = !S::kRounded && (S::kFlushes > 1 || last);
         const int group = S::kFlushes > 1 ? unit : 0;
         if (!last) load_unit(data, unit + 1);
         if (flushes) load_factors(data, group);
@@ -592,7 +654,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           set_factors(data, group);
           if (S::kSums) add_sums(data, group);
         }
-        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<1>();
+        if (S::kRounded || (unit > 0 && S::kFlushes == 1)) ptx::wgmma_wait<1>();
+        if (S::kRounded && unit == 0 && index > 0) release(slot == 0 ? S::kStages - 1 : slot - 1);
         const uint8_t* const before = data;
         if (last) {
           if (S::kMultipliesSums && S::kFlushes == 1) ptx::barrier_wait(summed + slot, at.phase);
@@ -620,6 +683,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         }
       }
     }
+
+    if (S::kRounded) ptx::wgmma_wait<0>();
 
     // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place, each rank's those
     // of the tokens that it finishes, as the accumulators of a warp lie.
@@ -694,6 +759,28 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #endif
 }
 
+// Of so many stages of inputs.
+template <typename S>
+cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, int stages, const Config& config,
+                          cudaStream_t stream) {
+  const MatmulArgs& args = params.args;
+  params.token_tiles = static_cast<int>(ceil_div(args.m, S::kTokens));
+  params.stages = stages / config.cluster;
+  params.more_stages = stages % config.cluster;
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(ceil_div(args.n, S::kRows) * params.token_tiles * config.cluster),
+                    static_cast<unsigned>(args.batch));
+  shape.threads = S::kThreads;
+  shape.cluster = config.cluster;
+  shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
+  if (S::kCtas > 1 && shape.grid.x * shape.grid.y <= static_cast<unsigned>(config.multiprocessors)) {
+    // The scheduler would put a cluster's CTAs together on few multiprocessors; too much shared memory for two keeps
+    // them apart.
+    shape.shared_bytes = std::max(shape.shared_bytes, kMultiprocessorBytes / 2);
+  }
+  return launch_kernel(warpgroup_matmul<S>, shape, stream, params, maps);
+}
+
 template <typename S>
 cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
@@ -710,29 +797,13 @@ cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_
     }
     if (error != cudaSuccess) return error;
   }
-  Params p = params;
-  p.token_tiles = static_cast<int>(ceil_div(p.args.m, S::kTokens));
-  const int stages = static_cast<int>(ceil_div(p.args.k, kStageK));
-  p.stages = stages / config.cluster;
-  p.more_stages = stages % config.cluster;
-  LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(ceil_div(p.args.n, S::kRows) * p.token_tiles * config.cluster),
-                    static_cast<unsigned>(p.args.batch));
-  shape.threads = S::kThreads;
-  shape.cluster = config.cluster;
-  shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
-  if (S::kCtas > 1 && shape.grid.x * shape.grid.y <= static_cast<unsigned>(config.multiprocessors)) {
-    // The scheduler would put a cluster's CTAs together on few multiprocessors; too much shared memory for two keeps
-    // them apart.
-    shape.shared_bytes = std::max(shape.shared_bytes, kMultiprocessorBytes / 2);
-  }
-  return launch_kernel(warpgroup_matmul<S>, shape, stream, p, maps);
+  return launch_stages<S>(params, maps, static_cast<int>(ceil_div(args.k, kStageK)), config, stream);
 }
 
 template <typename X, int kBits, int kFlushes, Kind kKind>
 cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
   const auto launch = [&](auto tokens, auto warpgroups) {
-    return launch_shape<Shape<X, kBits, tokens.value, warpgroups.value, kFlushes, kKind>>(params, config, stream);
+    return launch_shape<Shape<Rows, X, kBits, tokens.value, warpgroups.value, kFlushes, kKind>>(params, config, stream);
   };
   using std::integral_constant;
   constexpr integral_constant<int, 1> one;

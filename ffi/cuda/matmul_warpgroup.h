@@ -22,11 +22,24 @@ struct Cost {
   float sum;           // for every one, with float zeros or offsets; 0: a kernel only where is_plain
 };
 // Clusters of CTAs, what they cost, and the share of all multiprocessors that they can use: a cluster lies in one part
-// of the chip. Six are worth it where two CTAs share a multiprocessor.
+// of the chip.
 struct ClusterCost {
   int ctas;
   float start, share;
 };
+
+struct Costs {
+  const Cost* shapes;
+  int shape_count;
+  const ClusterCost* clusters;
+  int cluster_count;
+  float memory;    // bytes of weights per microsecond
+  int alone_ctas;  // of a cluster at most where two CTAs do not share a multiprocessor
+  int one_pass;    // tokens below which a shape is for no more tokens than it has
+};
+
+// Sets the configuration that is expected to be fastest; returns the microseconds that it should take.
+float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config);
 
 // Whether this kernel computes `args`: 16-bit activations, no table, and rows of activations, scales, zeros and offsets
 // that are 16-byte aligned.

@@ -202,6 +202,16 @@ __device__ __forceinline__ void tensor_copy_pixels_multicast(void* shared, const
       : "memory");
 }
 
+// The same to this CTA alone.
+__device__ __forceinline__ void tensor_copy_pixels(void* shared, const CUtensorMap* map, int channel, int x, int y,
+                                                   int image, uint16_t column, uint16_t row, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], {%7, %8};\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(channel), "r"(x), "r"(y), "r"(image), "r"(shared_address(barrier)), "h"(column), "h"(row)
+      : "memory");
+}
+
 // Moves registers between warpgroups: every warp of the warpgroup executes it.
 template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {

@@ -188,7 +188,11 @@ def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None
             and (not shift or shift[0].dtype in (jnp.uint8, x.dtype))
             and _cuda_dispatch.conv_kernel(x.dtype, p.k, x.shape[1:-1], shape[1:-1], window)
         ):
-            kernel, wanted = _implicit, _cuda_dispatch.use_conv(pixels, p.k, n, window, p.bits)
+            kernel, shift_dtype = _implicit, shift[0].dtype if shift else None
+            wanted = _cuda_dispatch.use_conv(
+                *(pixels, p.k, n, window, p.bits, x.dtype, p.shift_mode, shift_dtype),
+                groups=scales.shape[1],
+            )
     if p.implementation != "cuda":
         return kernel if wanted else None
     if kernel is None:

@@ -224,7 +224,8 @@ void convolutions() {
   for (const DType type : {DType::kBF16, DType::kF16}) {
     for (const int bits : {4, 8}) {
       for (const int images : {1, 9}) {
-        for (const auto& [k, n, group] : {std::array<int64_t, 3>{64, 136, 64}, {40, 300, 0}, {512, 70, 128}}) {
+        for (const auto& [k, n, group] :
+             {std::array<int64_t, 3>{64, 136, 64}, {40, 300, 0}, {512, 70, 128}, {192, 144, 64}, {128, 80, 0}}) {
           Case c;
           const int spread = 1 + seen / 2 % 2, stride = spread > 1 ? 1 : 1 + seen % 2, size = 9;
           const int result = spread > 1 ? spread * size : (size - 1) / stride + 1;

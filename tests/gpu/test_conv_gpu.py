@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_cases import check_conv, check_scheme
+from conv_cases import WARPGROUPS, check_conv, check_scheme
 from reference import MODES, random_weight, random_x
 
 import jax_wonly as jw
@@ -44,6 +44,25 @@ GEOMETRIES = {
 def test_kernel(rng, geometry, x_dtype):
     case = GEOMETRIES[geometry]
     check_conv(rng, **case, x_dtype=x_dtype, implementation="cuda", rounded_weights=True)
+
+
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", WARPGROUPS)
+def test_warpgroups(rng, shape, bits, x_dtype):
+    """Every shape of the kernel for few tiles."""
+    for mode, group_size, scale_dtype in (("symmetric", 64, x_dtype), ("integer_zeros", None, "float32")):
+        scheme = {"bits": bits, "mode": mode, "group_size": group_size, "x_dtype": x_dtype, "scale_dtype": scale_dtype}
+        check_conv(rng, **WARPGROUPS[shape], **scheme, implementation="cuda", rounded_weights=True)
+
+
+@pytest.mark.parametrize("geometry", [name for name, case in GEOMETRIES.items() if case.get("k", 64) % 64 == 0])
+def test_geometries_of_warpgroups(rng, geometry):
+    """With outputs in whole pieces of 16 bytes, as the kernel for few tiles wants them; no transposed ones."""
+    case = GEOMETRIES[geometry]
+    for mode, n in (("symmetric", 72), ("integer_zeros", 144)):
+        options = {"n": n, "mode": mode, "x_dtype": "bfloat16", "implementation": "cuda", "rounded_weights": True}
+        check_conv(rng, **case | options, activation="relu", out_dtype="float32")
 
 
 DEPTHWISE = {

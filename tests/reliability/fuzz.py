@@ -422,6 +422,8 @@ def _call_of(rng, target: str) -> tuple[list, list, dict[str, Any]]:
     lead = int(np.prod(size[2:])) if conv else batch
     if conv:
         dtype2 = dtype if rng.integers(2) else DTYPES["float32"]
+        if rng.integers(2):  # what the kernel for few tiles takes, if types are too
+            k, n = 64 * groups * int(rng.integers(1, 3)), -(-n // 16) * 16
 
     def normal(*shape, dtype=dtype):
         return rng.normal(0, 1, shape).astype(dtype)
@@ -788,7 +790,7 @@ PROPERTIES = {
         {
             **windows,
             "k_group": groupings,
-            "n": small,
+            "n": small | st.integers(1, 9).map((16).__mul__),
         },
     ),
     "convolutions in groups": Property(
