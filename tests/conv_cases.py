@@ -11,13 +11,13 @@ import jax_wonly as jw
 
 # On an H100 these reach every shape of conv_warpgroup.cuh, (pixels, warpgroups of outputs) of a CTA.
 WARPGROUPS = {
-    (32, 1): {"sizes": (2, 3), "window": (1, 2), "k": 64, "n": 8, "images": 1},
-    (64, 1): {"sizes": (8, 8), "window": (3, 3), "k": 1280, "n": 1280, "images": 1},
-    (96, 1): {"sizes": (50, 50), "window": (1, 3), "k": 320, "n": 16, "images": 1},
-    (96, 2): {"sizes": (50, 50), "window": (2, 2), "k": 640, "n": 80, "images": 1},
-    (128, 2): {"sizes": (50, 50), "window": (1, 2), "k": 64, "n": 640, "images": 1},
-    (160, 2): {"sizes": (14, 14), "window": (3, 3), "k": 192, "n": 1280, "images": 2},
-    (192, 2): {"sizes": (50, 60), "window": (2, 3), "k": 1024, "n": 144, "images": 2},
+    (32, 1): {"sizes": (2, 3), "window": (1, 2), "k": 64, "n": 16, "images": 1},
+    (64, 1): {"sizes": (20, 35), "window": (3, 3), "k": 640, "n": 16, "images": 1},
+    (96, 1): {"sizes": (50, 50), "window": (2, 2), "k": 320, "n": 16, "images": 1},
+    (96, 2): {"sizes": (50, 50), "window": (3, 3), "k": 384, "n": 80, "images": 1},
+    (128, 2): {"sizes": (50, 50), "window": (2, 3), "k": 64, "n": 640, "images": 1},
+    (160, 2): {"sizes": (14, 14), "window": (3, 3), "k": 320, "n": 1280, "images": 2},
+    (192, 2): {"sizes": (8, 8), "window": (3, 3), "k": 1280, "n": 1280, "images": 8},
 }
 
 
