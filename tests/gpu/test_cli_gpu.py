@@ -17,7 +17,7 @@ def test_doctor(tmp_path):
     assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
     rows = json.loads((tmp_path / "d.json").read_text())["results"]
     kernels = {row["variant"] for row in rows if row["platform"] == "cuda" and row["target"] == "wonly_matmul_v1"}
-    expected = "matmul_decode, matmul_stream, matmul_tiled, matmul_warpgroup"
+    expected = "matmul_decode, matmul_resident, matmul_stream, matmul_tiled, matmul_warpgroup"
     if jax.devices()[0].compute_capability == "9.0":
         assert kernels == {expected}
 
