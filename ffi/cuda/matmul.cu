@@ -105,7 +105,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const int shared_bytes = shared_share(device, 1);
     const float us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
     warpgroup::Config warpgroups{};
-    if (us > 0.f && (!warpgroup::supports(args) ||
+    if (us > 0.f && (!warpgroup::is_plain(args) ||
                      us < warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups))) {
       return resident::launch(args, config, shared_bytes, stream);
     }
