@@ -214,21 +214,20 @@ def kernel(
         and 2 * batch * min(-(-n // 16), share) >= wanted
     ):
         return "matmul_decode"
-    if _resident_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        other = math.inf
-        if _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
-            other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-        if _resident(k, n, batch) < other:
-            return "matmul_resident"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
     exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
     small_groups = k // groups in (32, 64) and groups > 1
     always = exact and (small_groups or _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype))
-    if m > _STREAM.tokens or wide or always:
-        weights = batch * n * k * bits / 8
-        other = _stream(m, weights, False)
-        if exact:
-            other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    streamed = m <= _STREAM.tokens and not wide and not always
+    other = math.inf
+    if exact and not streamed:
+        other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    elif not streamed:
+        other = _stream(m, batch * n * k * bits / 8, False)
+    if _resident_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype):
+        if _resident(k, n, batch) < other:
+            return "matmul_resident"
+    if not streamed:
         least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
         enough = m >= (least if exact else STREAM_TOKENS + 1)
         if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):

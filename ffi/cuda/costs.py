@@ -62,7 +62,7 @@ def header() -> str:
             of_warpgroups("kWarpgroup", newer["warpgroup"]),
             f"inline constexpr int kResidentTokens = {newer['resident']['least']};\n",
             f"inline constexpr resident::Costs kResident{row(newer['resident']['costs'].values())};\n",
-            array("resident::ClusterCost", "kResidentClusters", newer["resident"]["clusters"]),
+            array("warpgroup::ClusterCost", "kResidentClusters", newer["resident"]["clusters"]),
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),
             in_tiles("tiled::Cost", "kTable", newer["table"]),
             in_tiles("tiled::Cost", "kConv", newer["conv"]),

@@ -100,28 +100,26 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const cudaError_t error = launch_decode(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;
   }
-  if (device.architecture == 90 && args.m >= costs::kResidentTokens && resident::supports(args)) {
-    resident::Config config{};
-    const int shared_bytes = shared_share(device, 1);
-    const float us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
-    warpgroup::Config warpgroups{};
-    if (us > 0.f && (!warpgroup::is_plain(args) ||
-                     us < warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups))) {
-      return resident::launch(args, config, shared_bytes, stream);
-    }
-  }
   // With scales of another type, float zeros or offsets, and no small groups, streaming four bits is faster for few
   // tokens. Eight bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every
   // multiprocessor has a CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const int64_t log2 = log2_group_blocks(args);
   const bool small_groups = log2 == 0 || log2 == 1;
-  const bool always = warpgroup::supports(args) && (small_groups || warpgroup::is_plain(args));
-  if (device.architecture == 90 && (args.m > costs::kStreamTokens || wide || always)) {
-    warpgroup::Config warpgroups{};
-    const bool exact = warpgroup::supports(args);
-    const float us =
-        exact ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups) : stream_us(args);
+  const bool exact = warpgroup::supports(args), plain = warpgroup::is_plain(args);
+  const bool always = exact && (small_groups || plain);
+  const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
+  warpgroup::Config warpgroups{};
+  const float us = streamed ? 0.f
+                   : exact  ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
+                            : stream_us(args);
+  if (device.architecture == 90 && args.m >= costs::kResidentTokens && resident::supports(args)) {
+    resident::Config config{};
+    const int shared_bytes = shared_share(device, 1);
+    const float resident_us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
+    if (resident_us > 0.f && (!plain || resident_us < us)) return resident::launch(args, config, shared_bytes, stream);
+  }
+  if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
     if (args.m >= (exact ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};

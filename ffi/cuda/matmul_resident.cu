@@ -2,6 +2,7 @@
 
 #include "cuda/costs.h"
 #include "cuda/matmul_resident.h"
+#include "cuda/matmul_warpgroup.h"
 #include "layout.h"
 
 namespace wonly::resident {
@@ -39,7 +40,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
   const Costs& costs = costs::kResident;
   const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);
   float least = 0.f;
-  for (const ClusterCost& cluster : costs::kResidentClusters) {
+  for (const warpgroup::ClusterCost& cluster : costs::kResidentClusters) {
     const int64_t clusters = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share) / cluster.ctas;
     const int64_t parts = std::min(atoms, clusters / args.batch), stages = ceil_div(all_stages, cluster.ctas);
     if (parts == 0) continue;

@@ -39,11 +39,6 @@ struct Costs {
   float stages;  // one of a warpgroup
   float words;   // four strips of outputs in a stage of all warpgroups
 };
-// A cluster, what it costs besides, and the share of all multiprocessors that such clusters can use.
-struct ClusterCost {
-  int ctas;
-  float start, share;
-};
 
 // Whether this kernel computes `args`: int4 with one scale for 128 inputs or more, of the activations' 16-bit type,
 // uint8 zeros or none, K a multiple of 64; sm_90 only.
