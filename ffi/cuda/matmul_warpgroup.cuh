@@ -74,9 +74,10 @@ struct Params {
   int stage_groups;         // of rounded weights: groups that end in a stage, 4, 2 or 1
 };
 
-// The scales and shifts only where groups are smaller than a stage.
+// The scales and shifts only where groups are smaller than a stage; `last` for a tile that is not full: the engine
+// takes longer for rows beyond the last token than for those that are there (docs/performance.md, log 95).
 struct Maps {
-  CUtensorMap x, scales, shifts;
+  CUtensorMap x, last, scales, shifts;
 };
 
 // What a tile's tokens and their inputs are: rows of the activations here, pixels and taps in conv_warpgroup.cuh. A
@@ -382,7 +383,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int token_blocks = (tokens + 7) / 8;
   const int most_blocks = (token_blocks + params.cluster - 1) / params.cluster;  // of a rank
 
-  if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(&maps.x);
+  const bool last_tile = !S::Source::kWindows && tokens < S::kTokens;
+  const CUtensorMap* const x_map = last_tile ? &maps.last : &maps.x;
+  if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(x_map);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + i, producers);
@@ -435,15 +438,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
         const int factors =
             S::kFlushes > 1 ? stage_groups * S::kRows * (scale_size + shift_size) : scale_row_bytes + shift_row_bytes;
-        const int mine = producer == 0 ? S::kXBytes : producer == 1 && grouped ? factors : 0;
+        const int mine = producer == 0 ? tokens * (kStageK * 2) : producer == 1 && grouped ? factors : 0;
         ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
         if (producer < row_tiles) {
           ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
                          words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
         }
         if (producer == 0) {
-          ptx::tensor_copy_3d(to, &maps.x, stage * kStageK, m0, x_batch, done);
-          ptx::tensor_copy_3d(to + S::kHalfBytes, &maps.x, stage * kStageK + 64, m0, x_batch, done);
+          ptx::tensor_copy_3d(to, x_map, stage * kStageK, m0, x_batch, done);
+          ptx::tensor_copy_3d(to + S::kHalfBytes, x_map, stage * kStageK + 64, m0, x_batch, done);
         } else if (producer == 1 && S::kFlushes > 1) {
           const int first = stage * stage_groups, n = static_cast<int>(n0);
           ptx::tensor_copy_3d(to + S::kScalesAt, &maps.scales, n, first, scales_batch, done);
@@ -870,14 +873,18 @@ template <typename S>
 cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   Maps maps;
-  if (cudaError_t error = describe_activations(args, S::kTokens, &maps.x); error != cudaSuccess) return error;
+  const int last = static_cast<int>(args.m % S::kTokens);
+  cudaError_t error = cudaSuccess;
+  if (args.m >= S::kTokens) error = describe_activations(args, S::kTokens, &maps.x);
+  if (last > 0 && error == cudaSuccess) error = describe_activations(args, last, &maps.last);
+  if (error != cudaSuccess) return error;
   if (S::kFlushes > 1) {
     const auto describe = [&](const void* data, DType type, int64_t batch_stride, CUtensorMap* map) {
       const int64_t batch = batch_stride == 0 ? 1 : args.batch;
       const int rows = S::kRounded ? params.stage_groups : S::kFlushes;
       return describe_rows(data, element_size(type), args.n, args.groups, batch, S::kRows, rows, map);
     };
-    cudaError_t error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
+    error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
     if (error == cudaSuccess && args.shift_mode != ShiftMode::kNone) {
       error = describe(args.shift, args.shift_dtype, args.shift_batch_stride, &maps.shifts);
     }
