@@ -154,7 +154,7 @@ def _plain(n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> 
 
 
 def _scheme(
-    k: int, n: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
+    k: int, n: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
 ) -> _cuda_costs.Scheme:
     floats = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
     if floats:
@@ -247,6 +247,17 @@ def kernel(
             if _mma(m, k, n, batch, bits) < other:
                 return "matmul_mma"
     return "matmul_stream"
+
+
+def rounds_weights(m: int, k: int, n: int, batch: int, bits: int, x_dtype, *scales, groups: int) -> bool:
+    """Whether the kernel for ``[batch, m, k] x [batch, k, n]`` rounds weights to the type of x; ``scales`` as there."""
+    name = kernel(m, k, n, batch, bits, x_dtype, *scales, groups=groups)
+    if name != "matmul_warpgroup":
+        return name in ("matmul_tiled", "matmul_mma")
+    scheme = _scheme(k, n, bits, groups, x_dtype, *scales)
+    times = _cuda_costs.warpgroup_times(m, k, n, batch, scheme, _gpu()[1], _WARPGROUPS)
+    (tokens, *_), _ = min(times, key=lambda pair: pair[1])
+    return scheme.rounds(tokens)
 
 
 def estimate(
