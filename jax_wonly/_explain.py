@@ -40,8 +40,8 @@ class Explanation:
       path: ``"kernel"`` (the fused kernels), ``"dequantize"`` (dense weights for XLA's product) or ``"xla"`` (XLA's own
         operations alone).
       kernel: the kernel on the path: on CUDA its name, on CPUs the instruction set; None without one.
-      rounds_weights: whether weights are rounded to 16 bits, the type of x, before they are multiplied; None where that is
-        not known: gradients, experts and quantized activations.
+      rounds_weights: whether weights are rounded to 16 bits, the type of x, before they are multiplied; None where that
+        is not known: gradients, experts and quantized activations.
       targets: the custom calls of the program.
       reason: why this path.
       dtype: of the activations.
