@@ -20,6 +20,16 @@ WARPGROUPS = {
     (192, 2): {"sizes": (8, 8), "window": (3, 3), "k": 1280, "n": 1280, "images": 8},
 }
 
+# On an H100 these take band_conv.cuh, which has many pixels of few inputs.
+BANDS = {
+    "3x3": {"sizes": (56, 56), "window": (3, 3), "k": 64, "n": 64, "images": 16},
+    "narrow": {"sizes": (39, 40), "window": (3, 3), "k": 16, "n": 24, "images": 30},
+    "dilated": {"sizes": (50, 31), "window": (3, 3), "k": 32, "n": 60, "images": 30, "rhs_dilation": (2, 5)},
+    "valid": {"sizes": (60, 33), "window": (3, 3), "k": 64, "n": 50, "images": 20, "padding": "VALID"},
+    "one side": {"sizes": (40, 41), "window": (4, 3), "k": 64, "n": 64, "images": 24, "padding": ((0, 3), (2, 0))},
+    "1d": {"sizes": (240,), "window": (9,), "k": 64, "n": 64, "images": 400},
+}
+
 
 def patches(x, window, strides, pads, lhs_dilation, rhs_dilation) -> np.ndarray:
     """``[B, *results, taps, C]`` of channels-last images, by index arithmetic; outside of an image is zero."""
