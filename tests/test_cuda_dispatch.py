@@ -212,14 +212,20 @@ def test_transposed_convolutions(warpgroups):
     assert _cuda_dispatch.use_conv(4096, 512, 512, window, 4, jnp.bfloat16, ShiftMode.NONE, groups=8)
 
 
-def test_convolutions_of_few_tiles(monkeypatch):
+def test_convolutions_of_few_tiles(monkeypatch, warpgroups):
     """Shapes that tests/gpu runs reach all that the kernel of warpgroups has; others leave it out."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
     for shape, case in WARPGROUPS.items():
         pixels, taps = case["images"] * math.prod(case["sizes"]), math.prod(case["window"])
         for bits in (4, 8):
             times = _cuda_dispatch.conv_times(pixels, case["k"], case["n"], taps, bits)
-            assert min(times, key=lambda config: times[config])[:3] == ("warpgroup", *shape)
+            chosen = min(times, key=lambda config: times[config])
+            assert chosen[:3] == ("warpgroup", *shape)
+        padding = tuple(((taps - 1) // 2, taps // 2) for taps in case["window"])
+        window = Window(case["window"], (1, 1), padding, (1, 1), (1, 1))
+        x_shape = (case["images"], *case["sizes"], case["k"])
+        bands = _cuda_dispatch.band_conv_time(x_shape, jnp.bfloat16, case["k"], case["n"], 1, case["sizes"], window)
+        assert bands is None or not warpgroups or bands > times[chosen]
     assert WARPGROUPS.keys() == {cost[:2] for cost in _cuda_dispatch._CONV_WARPGROUPS.shapes}
 
     def use(pixels, mode=ShiftMode.NONE, shift=None, k=1280, n=1280, groups=20):
