@@ -108,10 +108,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::named_sync<3, 256>();
   }
   {
-    const int output = threadIdx.x % kOutputs, n = n0 + output;
+    const int output = threadIdx.x / 4, n = n0 + output;  // so that no two lanes of a warp write to the same bank
     const int begin = geometry.groups == 1 ? 0 : n / k * k - n0;  // the group's first input, of the CTA's
     if (n < args.n) {
-      dequantize_taps<X, 9>(args, taps, n, threadIdx.x / kOutputs, kTapBytes / 4, reinterpret_cast<uint32_t*>(weights),
+      dequantize_taps<X, 9>(args, taps, n, threadIdx.x % 4, kTapBytes / 4, reinterpret_cast<uint32_t*>(weights),
                             [&](int input) { return weight_at(output, begin + input); });
     }
     ptx::fence_shared_for_async();
