@@ -1,9 +1,9 @@
 """What the configurations of a product's kernels take on a GPU, in microseconds: models with numbers from ``costs/``.
 
 ``benchmarks/fit_costs.py`` fits the numbers to measurements. The C++ dispatcher has the same models with the same
-numbers (``matmul.cu``, ``matmul_resident.cu``, ``matmul_tiled.cu`` and ``matmul_mma.cu`` in ``ffi/cuda``, where
-``costs.py`` makes a header of them) and the last word; here they choose between the fused kernels and a dense product,
-and say what will run where there is no GPU.
+numbers (``matmul.cu``, ``matmul_resident.cu``, ``matmul_tiled.cu``, ``matmul_mma.cu`` and ``direct_conv.cu`` in
+``ffi/cuda``, where ``costs.py`` makes a header of them) and the last word; here they choose between the fused kernels
+and a dense product, and say what will run where there is no GPU.
 """
 
 import json
@@ -68,6 +68,16 @@ class Tiles(NamedTuple):
     more: float
     most_splits: int
     least_stages: int
+
+
+class BandConv(NamedTuple):
+    """``band_conv``: ``bands::Costs`` in ``ffi/cuda/direct_conv.h``."""
+
+    start: float
+    weights: float  # of a CTA, for each input of a group
+    tile: float
+    tap: float  # of a tile
+    memory: float  # bytes of x and y per microsecond
 
 
 class Mma(NamedTuple):
@@ -159,6 +169,7 @@ def resident_of(values: dict) -> Resident:
     return Resident(values["least"], values["most"], **values["costs"], clusters=clusters)
 
 
+BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor
 MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream
@@ -214,6 +225,15 @@ def tiled_times(
             sums = tokens / 256 * (costs.sums + costs.more * (splits - 2))
             last = (wave - costs.alone) / splits + costs.alone + costs.split + sums
             yield (tokens, splits, ctas), costs.start + waves * wave + last
+
+
+def band_conv_time(places: int, taps: int, k: int, n: int, values: int, multiprocessors: int, costs: BandConv) -> float:
+    """Of ``band_conv``, with ``values`` of x and y together."""
+    strips, tiles = -(-n // BAND_OUTPUTS), -(-places // BAND_PLACES)
+    ctas = min(tiles, max(1, multiprocessors // strips))
+    waves = -(-strips * ctas // multiprocessors)
+    walking = waves * (costs.weights * k + -(-tiles // ctas) * (costs.tile + taps * costs.tap))
+    return costs.start + max(walking, 2 * values / costs.memory)
 
 
 def mma_times(

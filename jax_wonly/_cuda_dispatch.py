@@ -30,6 +30,7 @@ _FEW_OUTPUTS = 1 << 20  # up to which a depthwise convolution with nine taps or 
 _CONV, _CONV_START = 650e6, 9.0
 TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
 
+_BAND_FIXED, _BAND_SHARED = 18 << 10, 227 << 10  # bytes of shared memory of band_conv, and what there is
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 # Rows up to which the streaming kernel of the transposed product is expected to be at least as fast as the kernel for
 # many, and as dequantized weights.
@@ -49,6 +50,7 @@ _RESIDENT = _cuda_costs.resident_of(_SM90["resident"])
 _WARPGROUPS, _CONV_WARPGROUPS = map(_cuda_costs.warpgroups_of, (_SM90["warpgroup"], _SM90["conv_warpgroup"]))
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = _SM90["tiled"]["tokens"], _SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"], _SM90["conv"]))
+_BAND_CONV = _cuda_costs.BandConv(**_SM90["band_conv"])
 _MMA = _cuda_costs.mma_of(_SM80["mma"])
 
 
@@ -342,16 +344,18 @@ def use_conv(
     shift_dtype=None,
     *,
     groups: int,
+    bands: float | None = None,
 ) -> bool:
     """Whether the kernels are expected to be as fast as dequantized weights and XLA's convolution.
 
     There is a second kernel as ``conv::supports_warpgroups`` in ``ffi/cuda/conv.cu`` says, which has the last word.
+    ``bands``: what ``band_conv_time`` says.
     """
     phases = math.prod(window.lhs_dilation)
     warpgroups = phases == 1 and k // groups % 64 == 0 and _plain(n, x_dtype, x_dtype, shift_mode, shift_dtype)
-    return min(conv_times(pixels, k, n, window.taps, bits, phases, warpgroups).values()) <= conv_dense(
-        pixels, k, n, window.taps, bits
-    )
+    times = conv_times(pixels, k, n, window.taps, bits, phases, warpgroups)
+    fastest = min(*times.values(), math.inf if bands is None else bands)
+    return fastest <= conv_dense(pixels, k, n, window.taps, bits)
 
 
 def direct_conv_kernel(x_shape, x_dtype, k: int, n: int, groups: int, results, window) -> bool:
@@ -384,11 +388,50 @@ def _input_blocks(k: int, n: int, groups: int) -> int:
     )
 
 
-def use_direct_conv(pixels: int, k: int, n: int, groups: int, window) -> bool:
-    """Whether that kernel is at least as fast as dequantized weights and XLA's convolution, as far as was measured."""
+def band_conv_time(x_shape, x_dtype, k: int, n: int, groups: int, results, window) -> float | None:
+    """Microseconds of ``band_conv``; None where there is no such kernel: ``bands::supports`` in
+    ``ffi/cuda/direct_conv.cu``.
+    """
+    images, *sizes, features = x_shape
+    if not has_warpgroups() or jnp.dtype(x_dtype).itemsize != 2 or len(window.size) > 2:
+        return None
+    if (groups > 1 and n != k * groups) or not 2 <= k <= 64 or 64 % k or features % 8:
+        return None
+    if max(window.strides, default=1) > 1 or max(window.lhs_dilation, default=1) > 1:
+        return None
+    if not math.prod(x_shape) * math.prod(results):
+        return None
+    # The axes' pixels in the layout of band_conv.cuh, zeros between them included.
+    pitches, reaches = [1, 1], [0, 0]
+    for size, result, taps, (low, _), dilation in zip(
+        sizes, results, window.size, window.padding, window.rhs_dilation, strict=True
+    ):
+        reach = (taps - 1) * dilation
+        high = result + reach - low - size
+        if low < 0 or high < 0:
+            return None
+        pitches.append(max(size + max(low, high), result))
+        reaches.append(reach)
+    rows, pitch = pitches[-2:]
+    height, width = (1, 1, *results)[-2:]
+    band_rows = (pitch + _cuda_costs.BAND_PLACES - 2 + reaches[-1]) // pitch + reaches[-2] + 1
+    places = ((images - 1) * rows + height - 1) * pitch + width
+    shared = _BAND_FIXED + window.taps * 8192 + 2 * -(-band_rows * pitch // 8) * 1024
+    if pitch > 256 or places >= 2**30 or shared > _BAND_SHARED:
+        return None
+    values = math.prod(x_shape) + images * math.prod(results) * n
+    return _cuda_costs.band_conv_time(places, window.taps, k, n, values, _gpu()[1], _BAND_CONV)
+
+
+def use_direct_conv(pixels: int, k: int, n: int, groups: int, window, bands: float | None = None) -> bool:
+    """Whether that kernel is at least as fast as dequantized weights and XLA's convolution, as far as was measured.
+    ``bands``: what ``band_conv_time`` says; in groups, that kernel is taken wherever it is one.
+    """
     if len(window.size) > 2 or max(window.strides, default=1) > 2 or max(window.rhs_dilation, default=1) > 1:
         return False
     if k > 1:
+        if bands is not None and window.taps <= 9:
+            return True
         most = _FEW_PRODUCTS_STRIDED if 2 in window.strides else _FEW_PRODUCTS
         return n == k * groups and window.taps <= 9 and pixels * n * k**3 <= most
     if n != groups or n % 2:

@@ -15,9 +15,20 @@ WARPGROUPS = {
     (64, 1): {"sizes": (20, 35), "window": (3, 3), "k": 640, "n": 16, "images": 1},
     (96, 1): {"sizes": (50, 50), "window": (2, 2), "k": 320, "n": 16, "images": 1},
     (96, 2): {"sizes": (50, 50), "window": (3, 3), "k": 384, "n": 80, "images": 1},
+    (112, 2): {"sizes": (50, 50), "window": (3, 3), "k": 64, "n": 640, "images": 1},
     (128, 2): {"sizes": (50, 50), "window": (2, 3), "k": 64, "n": 640, "images": 1},
     (160, 2): {"sizes": (14, 14), "window": (3, 3), "k": 320, "n": 1280, "images": 2},
     (192, 2): {"sizes": (8, 8), "window": (3, 3), "k": 1280, "n": 1280, "images": 8},
+}
+
+# On an H100 these take band_conv.cuh, which has many pixels of few inputs.
+BANDS = {
+    "3x3": {"sizes": (56, 56), "window": (3, 3), "k": 64, "n": 64, "images": 16},
+    "narrow": {"sizes": (39, 40), "window": (3, 3), "k": 16, "n": 24, "images": 30},
+    "dilated": {"sizes": (50, 31), "window": (3, 3), "k": 32, "n": 60, "images": 30, "rhs_dilation": (2, 5)},
+    "valid": {"sizes": (60, 33), "window": (3, 3), "k": 64, "n": 50, "images": 20, "padding": "VALID"},
+    "one side": {"sizes": (40, 41), "window": (4, 3), "k": 64, "n": 64, "images": 24, "padding": ((0, 3), (2, 0))},
+    "1d": {"sizes": (240,), "window": (9,), "k": 64, "n": 64, "images": 400},
 }
 
 

@@ -4,7 +4,7 @@ import math
 
 import jax.numpy as jnp
 import pytest
-from conv_cases import WARPGROUPS
+from conv_cases import BANDS, WARPGROUPS
 from matmul_cases import ROWS, SHAPES
 
 from jax_wonly import _cuda_dispatch
@@ -212,14 +212,20 @@ def test_transposed_convolutions(warpgroups):
     assert _cuda_dispatch.use_conv(4096, 512, 512, window, 4, jnp.bfloat16, ShiftMode.NONE, groups=8)
 
 
-def test_convolutions_of_few_tiles(monkeypatch):
+def test_convolutions_of_few_tiles(monkeypatch, warpgroups):
     """Shapes that tests/gpu runs reach all that the kernel of warpgroups has; others leave it out."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
     for shape, case in WARPGROUPS.items():
         pixels, taps = case["images"] * math.prod(case["sizes"]), math.prod(case["window"])
         for bits in (4, 8):
             times = _cuda_dispatch.conv_times(pixels, case["k"], case["n"], taps, bits)
-            assert min(times, key=lambda config: times[config])[:3] == ("warpgroup", *shape)
+            chosen = min(times, key=lambda config: times[config])
+            assert chosen[:3] == ("warpgroup", *shape)
+        padding = tuple(((taps - 1) // 2, taps // 2) for taps in case["window"])
+        window = Window(case["window"], (1, 1), padding, (1, 1), (1, 1))
+        x_shape = (case["images"], *case["sizes"], case["k"])
+        bands = _cuda_dispatch.band_conv_time(x_shape, jnp.bfloat16, case["k"], case["n"], 1, case["sizes"], window)
+        assert bands is None or not warpgroups or bands > times[chosen]
     assert WARPGROUPS.keys() == {cost[:2] for cost in _cuda_dispatch._CONV_WARPGROUPS.shapes}
 
     def use(pixels, mode=ShiftMode.NONE, shift=None, k=1280, n=1280, groups=20):
@@ -233,6 +239,54 @@ def test_convolutions_of_few_tiles(monkeypatch):
     assert use(64) and use(64, mode=ShiftMode.ZEROS, shift=jnp.uint8) and seen == [True, True]
     assert use(64, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) and use(64, groups=40)
     assert use(64, n=1284) and use(64, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=1288) and seen[2:] == [False] * 4
+
+
+def test_convolutions_of_many_pixels(monkeypatch, warpgroups):
+    """Few inputs without strides; groups of whole shares of 64, and then always where that was measured."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+
+    def time(case, groups=1, strides=None, spread=1, x=jnp.bfloat16, **options):
+        case = {"images": 2, "padding": ((1, 1), (1, 1)), "sizes": (9, 8), "window": (3, 3), "k": 64} | case | options
+        axes, padding = len(case["sizes"]), case["padding"]
+        dilation = case.get("rhs_dilation", (1,) * axes)
+        if isinstance(padding, str):
+            reach = [(taps - 1) * d for taps, d in zip(case["window"], dilation, strict=True)]
+            padding = tuple((r // 2, r - r // 2) if padding == "SAME" else (0, 0) for r in reach)
+        window = Window(case["window"], strides or (1,) * axes, padding, (spread,) * axes, dilation)
+        results, features = window.results(case["sizes"]), case["k"] * groups
+        shape, n = (case["images"], *case["sizes"], features), case.get("n", features)
+        us = _cuda_dispatch.band_conv_time(shape, x, case["k"], n, groups, results, window)
+        return us, case["images"] * math.prod(results), n, window
+
+    if not warpgroups:
+        assert time({})[0] is None
+        return
+    for case in BANDS.values():
+        case = {"padding": "SAME"} | case
+        us, pixels, n, window = time(case)
+        assert us is not None
+        for bits in (4, 8):
+            others = _cuda_dispatch.conv_times(pixels, case["k"], n, window.taps, bits, warpgroups=case["k"] == 64)
+            assert us < min(others.values())
+    us, pixels, n, window = time({"sizes": (56, 56), "n": 64, "images": 32})
+    of = (pixels, 64, n, window, 4, jnp.bfloat16, ShiftMode.NONE)
+    assert _cuda_dispatch.use_conv(*of, groups=1, bands=us) and not _cuda_dispatch.use_conv(*of, groups=1)
+    for k, in_groups in ((2, 8), (16, 8), (64, 3)):
+        us, _, n, window = time({"k": k}, groups=in_groups)
+        assert us is not None and _cuda_dispatch.use_direct_conv(2**40, k, n, in_groups, window, us)
+    us, _, n, window = time({"k": 4, "window": (3, 4), "padding": ((1, 1), (1, 2))}, groups=32)
+    assert us is not None and not _cuda_dispatch.use_direct_conv(2**40, 4, n, 32, window, us)
+    for options in (
+        *({"k": 24}, {"k": 128}, {"strides": (2, 1)}, {"spread": 2}, {"x": jnp.float32}, {"sizes": (300, 300)}),
+        *(
+            {"padding": ((-1, 1), (1, 1))},
+            {"window": (7, 7)},
+            {"images": 0},
+            {"n": 70, "groups": 2},
+            {"k": 2, "groups": 3},
+        ),
+    ):
+        assert time({}, **options)[0] is None
 
 
 @pytest.mark.parametrize(("group_size", "shape"), SHAPES.items())

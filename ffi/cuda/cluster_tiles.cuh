@@ -166,9 +166,10 @@ struct ConsumerOf {
   }
 
   // The same for rows that may lie anywhere, whose places are known before; kRows at a time, for which `staged` has
-  // room. pack(i): sums i and i + 1 as they are stored; place_of(i): where row 16 i + stored_row() is, from `y` on.
+  // room. pack(i): sums i and i + 1 as they are stored; place_of(i): where row 16 i + stored_row() is, from `y` on, or,
+  // with kHoles, negative if there is none.
   __device__ static int stored_row() { return thread() / 8; }
-  template <int kColumns, int kRows, typename Pack, typename PlaceOf>
+  template <int kColumns, int kRows, bool kHoles = false, typename Pack, typename PlaceOf>
   __device__ __forceinline__ void store_placed(const MatmulArgs& args, uint16_t* y, int64_t n0, int rows, float* staged,
                                                Pack&& pack, PlaceOf&& place_of) const {
     uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
@@ -196,8 +197,9 @@ struct ConsumerOf {
         if (base + i * 16 >= kColumns) break;
         const int row = base + i * 16 + column;
         if (row >= rows || !wanted) continue;
-        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(place_of(part * (kRows / 16) + i)) * outputs) =
-            mine[i * 128];
+        const int place = place_of(part * (kRows / 16) + i);
+        if (kHoles && place < 0) continue;
+        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(place) * outputs) = mine[i * 128];
       }
     }
   }

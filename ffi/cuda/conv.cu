@@ -5,6 +5,7 @@
 #include "cuda/conv.h"
 #include "cuda/costs.h"
 #include "cuda/device.h"
+#include "cuda/direct_conv.h"
 #include "layout.h"
 
 namespace wonly {
@@ -49,6 +50,20 @@ cudaError_t launch(const ConvArgs& args, const warpgroup::Config& config, cudaSt
   return args.product.x_dtype == DType::kF16 ? launch_f16(args, config, stream) : launch_bf16(args, config, stream);
 }
 
+namespace {
+
+// As a convolution in one group.
+DirectConvArgs direct_args(const ConvArgs& args) {
+  DirectConvArgs direct{args.product,
+                        {args.geometry.images, 1, {1, 1, 1, 1, 0, 1}, args.geometry.height, args.geometry.width}};
+  MatmulArgs& product = direct.product;
+  product.qw_batch_stride = ceil_div(product.n, kTileN) * ceil_div(product.k, tile_k(product.bits)) * kTileWords;
+  product.scales_batch_stride = product.shift_batch_stride = product.groups * product.n;
+  return direct;
+}
+
+}  // namespace
+
 }  // namespace conv
 
 cudaError_t launch_conv(const ConvArgs& args, cudaStream_t stream) {
@@ -64,16 +79,21 @@ cudaError_t launch_conv(const ConvArgs& args, cudaStream_t stream) {
   const int64_t stages = ceil_div(g.height.window * g.width.window, phases) * tap_stages;
   tiled::Config config{};
   const float us = tiled::choose(of_phases, stages, device.multiprocessors, costs::kConv, &config);
+  warpgroup::Config warpgroups{};
+  float us_of_warpgroups = std::numeric_limits<float>::max();
   if (conv::supports_warpgroups(args)) {
     MatmulArgs of_taps = args.product;
     of_taps.k *= stages / tap_stages;
     of_taps.groups = 1;  // the costs are those of groups of 64, and of any scales
     of_taps.scale_dtype = of_taps.x_dtype;
-    warpgroup::Config warpgroups{};
-    if (warpgroup::choose(of_taps, device.multiprocessors, costs::kConvWarpgroup, &warpgroups) < us) {
-      return conv::launch(args, warpgroups, stream);
-    }
+    us_of_warpgroups = warpgroup::choose(of_taps, device.multiprocessors, costs::kConvWarpgroup, &warpgroups);
   }
+  const DirectConvArgs direct = conv::direct_args(args);
+  if (bands::supports(direct, device.architecture) &&
+      bands::expected_us(direct, device.multiprocessors, costs::kBandConv) < std::min(us, us_of_warpgroups)) {
+    return bands::launch(direct, device.multiprocessors, stream);
+  }
+  if (us_of_warpgroups < us) return conv::launch(args, warpgroups, stream);
   config.splits = static_cast<int>(std::min<int64_t>(config.splits, conv::least_taps(g) * tap_stages));
   return conv::launch(args, config, stream);
 }

@@ -1,5 +1,6 @@
 // Convolution with packed weights on Hopper, as an implicit product of pixels with outputs. See conv.cuh, and
-// conv_warpgroup.cuh where the clusters of conv.cuh would be few.
+// conv_warpgroup.cuh where the clusters of conv.cuh would be few. Where 64 inputs or fewer meet many pixels,
+// band_conv.cuh may be faster.
 #pragma once
 
 #include "cuda/matmul_tiled.h"

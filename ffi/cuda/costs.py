@@ -44,6 +44,7 @@ def header() -> str:
     return "".join(
         [
             "// Made of jax_wonly/costs by ffi/cuda/costs.py.\n#pragma once\n\n",
+            '#include "cuda/direct_conv.h"\n',
             *(f'#include "cuda/matmul_{name}.h"\n' for name in ("mma", "resident", "tiled", "warpgroup")),
             "\nnamespace wonly::costs {\n\n",
             f"inline constexpr int kStreamTokens = {newer['stream']['tokens']};\n",
@@ -65,6 +66,7 @@ def header() -> str:
             in_tiles("tiled::Cost", "kTable", newer["table"]),
             in_tiles("tiled::Cost", "kConv", newer["conv"]),
             of_warpgroups("kConvWarpgroup", newer["conv_warpgroup"]),
+            f"inline constexpr bands::Costs kBandConv{row(newer['band_conv'].values())};\n",
             in_tiles("mma::Cost", "kMma", older["mma"]),
             "\n}  // namespace wonly::costs\n",
         ]

@@ -1,5 +1,5 @@
-// When and how the convolutions of depthwise_conv.cuh and grouped_conv.cuh run. The numbers are fits to what was
-// measured on an H100.
+// When and how the convolutions of depthwise_conv.cuh, grouped_conv.cuh and band_conv.cuh run. The numbers are fits to
+// what was measured on an H100.
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -102,6 +102,80 @@ int input_blocks(const DirectConvArgs& args) {
 
 }  // namespace grouped
 
+namespace bands {
+namespace {
+
+int high_padding(const ConvAxis& axis) {
+  return axis.result + (axis.window - 1) * axis.dilation - axis.low - axis.size;
+}
+
+}  // namespace
+
+Layout layout_of(const DirectConvGeometry& g) {
+  const auto size = [](const ConvAxis& axis) {
+    return std::max(axis.size + std::max(axis.low, high_padding(axis)), axis.result);
+  };
+  const int pitch = size(g.width), rows = size(g.height);
+  return {pitch, rows, (int64_t{g.images - 1} * rows + g.height.result - 1) * pitch + g.width.result};
+}
+
+int band_rows(const DirectConvGeometry& g) {
+  const int pitch = layout_of(g).pitch;
+  return (pitch + kPlaces - 2 + (g.width.window - 1) * g.width.dilation) / pitch +
+         (g.height.window - 1) * g.height.dilation + 1;
+}
+
+int band_bytes(const DirectConvGeometry& g) {
+  return static_cast<int>(ceil_div(band_rows(g) * layout_of(g).pitch, 8)) * 8 * kPlaceBytes;
+}
+
+int64_t shared_bytes(const DirectConvArgs& args, int bands) {
+  return kFixedBytes + int64_t{args.taps()} * kOutputs * kPlaceBytes + int64_t{bands} * band_bytes(args.geometry);
+}
+
+int strip_ctas(const DirectConvArgs& args, int multiprocessors) {
+  const int64_t strips = ceil_div(args.product.n, kOutputs);
+  return static_cast<int>(
+      std::min(ceil_div(layout_of(args.geometry).places, kPlaces), std::max<int64_t>(1, multiprocessors / strips)));
+}
+
+float expected_us(const DirectConvArgs& args, int multiprocessors, const Costs& costs) {
+  const MatmulArgs& product = args.product;
+  const DirectConvGeometry& g = args.geometry;
+  const int64_t ctas = strip_ctas(args, multiprocessors), strips = ceil_div(product.n, kOutputs);
+  const auto waves = static_cast<float>(ceil_div(strips * ctas, multiprocessors));
+  const auto tiles = static_cast<float>(ceil_div(ceil_div(layout_of(g).places, kPlaces), ctas));
+  const float tile = costs.tile + static_cast<float>(args.taps()) * costs.tap;
+  const int64_t pixels = int64_t{g.images} * g.height.size * g.width.size;
+  const auto bytes = static_cast<float>(2 * (pixels * product.k * g.groups + product.m * product.n));
+  const float walking = waves * (costs.weights * static_cast<float>(product.k) + tiles * tile);
+  return costs.start + std::max(walking, bytes / costs.memory);
+}
+
+bool supports(const DirectConvArgs& args, int architecture) {
+  const DirectConvGeometry& g = args.geometry;
+  const MatmulArgs& product = args.product;
+  const auto fits = [](const ConvAxis& axis) {
+    return axis.size > 0 && axis.stride == 1 && axis.spread == 1 && axis.low >= 0 && high_padding(axis) >= 0;
+  };
+  const bool flat = g.depth.size == 1 && g.depth.result == 1 && g.depth.window == 1 && g.depth.low == 0;
+  const bool groups = g.groups == 1 || product.n == product.k * g.groups;
+  if (architecture != 90 || product.x_dtype == DType::kF32 || !flat || !fits(g.height) || !fits(g.width) || !groups ||
+      product.k < 2 || product.k > kOutputs || kOutputs % product.k != 0 || product.k * g.groups % 8 != 0) {
+    return false;
+  }
+  const Layout layout = layout_of(g);
+  return product.n <= 65535 * kOutputs && layout.pitch <= kMostPitch &&
+         layout.places <= std::numeric_limits<int>::max() / 2 && shared_bytes(args, kLeastBands) <= kMostSharedBytes;
+}
+
+cudaError_t launch(const DirectConvArgs& args, int multiprocessors, cudaStream_t stream) {
+  return args.product.x_dtype == DType::kF16 ? launch_f16(args, multiprocessors, stream)
+                                             : launch_bf16(args, multiprocessors, stream);
+}
+
+}  // namespace bands
+
 cudaError_t launch_direct_conv(const DirectConvArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
@@ -115,6 +189,7 @@ cudaError_t launch_direct_conv(const DirectConvArgs& args, cudaStream_t stream) 
     return depthwise::launch(args, config, device.multiprocessors, stream);
   }
   if (!tensors) return cudaErrorNotSupported;
+  if (bands::supports(args, device.architecture)) return bands::launch(args, device.multiprocessors, stream);
   return grouped::launch(args, grouped::choose(args, device.multiprocessors), device.multiprocessors, stream);
 }
 

@@ -1,5 +1,5 @@
 // Convolution in groups of features, with packed weights: depthwise by multiply-adds (depthwise_conv.cuh), others on
-// tensor cores (grouped_conv.cuh).
+// tensor cores (grouped_conv.cuh, and on Hopper band_conv.cuh, which is for dense ones of few inputs too).
 #pragma once
 
 #include "cuda/matmul.h"
@@ -58,6 +58,47 @@ cudaError_t launch_bf16(const DirectConvArgs& args, int runs, int multiprocessor
 cudaError_t launch_f16(const DirectConvArgs& args, int runs, int multiprocessors, cudaStream_t stream);
 
 }  // namespace grouped
+
+namespace bands {
+
+constexpr int kOutputs = 64;      // of a CTA, and as many inputs that their groups reach into
+constexpr int kPlaces = 128;      // of a tile, see band_conv.cuh
+constexpr int kPlaceBytes = 128;  // of a place in shared memory
+constexpr int kMostPitch = 256;   // places that are copied at once
+constexpr int kLeastBands = 2, kMostBands = 3;
+// Shared memory: the barriers, which keep bands aligned for the 128-byte swizzle, and all but weights and bands.
+constexpr int kBarrierBytes = 1024, kFixedBytes = 18 << 10, kMostSharedBytes = 227 << 10;
+
+// How images are laid out: one below the other, with zeros that neighbours share.
+struct Layout {
+  int pitch, rows;  // of an image with its padding
+  int64_t places;   // up to the last pixel of the result
+};
+Layout layout_of(const DirectConvGeometry& geometry);
+// Rows that the windows of a tile meet at most, and what they take.
+int band_rows(const DirectConvGeometry& geometry);
+int band_bytes(const DirectConvGeometry& geometry);
+int64_t shared_bytes(const DirectConvArgs& args, int bands);
+// CTAs that share the tiles of 64 outputs.
+int strip_ctas(const DirectConvArgs& args, int multiprocessors);
+
+// What it takes, in microseconds.
+struct Costs {
+  float start;      // of a kernel
+  float weights;    // of a CTA, for each input of a group
+  float tile, tap;  // for a tile, and for each of its taps
+  float memory;     // bytes of x and y per microsecond
+};
+float expected_us(const DirectConvArgs& args, int multiprocessors, const Costs& costs);
+
+// 16-bit x, no strides, and groups of as many outputs as inputs, of which 64 hold a whole number; or one group of so
+// many inputs, and any outputs.
+bool supports(const DirectConvArgs& args, int architecture);
+cudaError_t launch(const DirectConvArgs& args, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_bf16(const DirectConvArgs& args, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_f16(const DirectConvArgs& args, int multiprocessors, cudaStream_t stream);
+
+}  // namespace bands
 
 // Enqueues the convolution on `stream`; cudaErrorNotSupported where there is no kernel for it.
 cudaError_t launch_direct_conv(const DirectConvArgs& args, cudaStream_t stream);

@@ -65,72 +65,16 @@ __device__ __forceinline__ void dequantize_block(const Params& params, int n0, i
     __syncthreads();
   }
   // A thread has one output, and of every eight inputs of its group those of a lane of the packed format.
-  const int output = threadIdx.x % kBlock, own = threadIdx.x / kBlock, n = n0 + output;
+  const int output = threadIdx.x % kBlock, n = n0 + output;
   if (n >= args.n) return;
   const int g = 2 * (output / 8) + output % 2, quarter = output % 8 / 2;
   const int begin = n / params.outputs * k - first_block * kBlock;  // input 0 of the group, from the blocks' first on
-  const int per_scale = k / static_cast<int>(args.groups);          // all inputs, or a multiple of 32
-  const uint32_t mask = (1u << args.bits) - 1u;
-  const bool four = args.bits == 4;
-  const auto place = [&](int tap, int input) {
+  const auto place = [&](int input) {
     const int at = begin + input, block = at / kBlock;
-    return (tap * blocks + block) * kStepWords<kQuads> +
-           register_at<kQuads>(g, at % kBlock / 8, at % 8 / 4, quarter, at % 4 / 2);
+    return 2 * (block * kStepWords<kQuads> + register_at<kQuads>(g, at % kBlock / 8, at % 8 / 4, quarter, at % 4 / 2)) +
+           at % 2;
   };
-  with_scheme(args, [&](auto scheme) {
-    using Scheme = decltype(scheme);
-    if (k % 2 == 0) {
-      constexpr int kAtOnce = 5;
-#pragma unroll 1
-      for (int first = 2 * own; first < k; first += kBlock) {  // four pairs of inputs, eight apart
-        int shift;
-        const uint32_t* const words = code_word(args, first, n, &shift);  // with all pairs, or with the first two
-        const int group = first / per_scale;
-        int to[4];
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) to[pair] = place(0, first + 8 * pair);
-#pragma unroll 1
-        for (int tap = 0; tap < taps; tap += kAtOnce) {
-          uint32_t low[kAtOnce], high[kAtOnce];
-          typename Scheme::Raw raw[kAtOnce];
-          typename Scheme::Parameters parameters[kAtOnce];
-#pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) {
-            const int at = min(tap + j, taps - 1);
-            low[j] = load_codes(words + at * args.qw_batch_stride, args.bits != 0);
-            high[j] = load_codes(words + at * args.qw_batch_stride + 2, !four && first + 16 < k);
-            raw[j] = scheme.load(at, group, n);
-          }
-#pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) parameters[j] = scheme.parameters(raw[j], min(tap + j, taps - 1));
-#pragma unroll
-          for (int pair = 0; pair < 4; ++pair) {
-            if (first + 8 * pair >= k) break;
-            const int by = four ? 4 * pair : 8 * (pair % 2);
-#pragma unroll
-            for (int j = 0; j < kAtOnce; ++j) {  // the last tap again rather than a condition, which would part them
-              const uint32_t word = (four || pair < 2 ? low[j] : high[j]) >> by;
-              weights[to[pair] + min(tap + j, taps - 1) * blocks * kStepWords<kQuads>] = from_float2<X>(
-                  scheme.weight(parameters[j], word & mask), scheme.weight(parameters[j], word >> 16 & mask));
-            }
-          }
-        }
-      }
-      return;
-    }
-    // Pairs of the operand are not those of the format: single weights, and no other thread has this output's.
-    if (own > 0) return;
-#pragma unroll 1
-    for (int tap = 0; tap < taps; ++tap) {
-#pragma unroll 1
-      for (int input = 0; input < k; ++input) {
-        int shift;
-        const uint32_t code = __ldg(code_word(args, input, n, &shift) + tap * args.qw_batch_stride) >> shift & mask;
-        const X w = from_float<X>(scheme.weight(scheme.parameters(scheme.load(tap, input / per_scale, n), tap), code));
-        reinterpret_cast<X*>(weights + place(tap, input))[(begin + input) % 2] = w;
-      }
-    }
-  });
+  dequantize_taps<X, 5>(args, taps, n, threadIdx.x / kBlock, blocks * kStepWords<kQuads>, weights, place);
 }
 
 // One output from its own group alone, on top of `sum`.

@@ -776,9 +776,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
     }
     int owner = 0, at_block = rank * most_blocks;
+    const bool alone = S::Source::kWindows && params.cluster == 1;
+    if (alone) {
+      float4* const to = reinterpret_cast<float4*>(ring) + warp * 32 + lane;
+#pragma unroll
+      for (int i = 0; i < S::kTokens / 8; ++i) {
+        to[i * S::kWarpgroups * 128] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+      }
+    }
 #pragma unroll
     for (int i = 0; i < S::kTokens / 8; ++i) {
-      if (i >= token_blocks) break;
+      if (alone || i >= token_blocks) break;
       uint8_t* const to = ring + ((at_block * S::kWarpgroups * 4 + warp) * 32 + lane) * 16;
       const float4 v = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
       if (params.cluster > 1) {
@@ -800,6 +808,43 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     ptx::barrier_wait(received, 0);
   } else {
     __syncthreads();
+  }
+  if constexpr (S::Source::kWindows) {
+    if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype) {
+      // As below, but eight outputs at a time, the same ones of all of a thread's tokens.
+      constexpr int kChunks = S::kRows / 8, kAtOnce = S::kThreads / (8 * kChunks);
+      static_assert(S::kThreads % (8 * kChunks) == 0);
+      const int of_block = threadIdx.x % 8, chunk = threadIdx.x / 8 % kChunks;
+      const int n = static_cast<int>(n0) + chunk * 8;
+      if (n >= args.n) return;
+      float bias[8] = {};
+      if (args.has_bias) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) bias[j] = load_element(args.bias, n + j, args.bias_dtype);
+      }
+      const float* const mine =
+          reinterpret_cast<const float*>(ring) + chunk / 2 * 128 + of_block / 2 * 4 + chunk % 2 * 2 + of_block % 2;
+      for (int block = threadIdx.x / (8 * kChunks); block < most_blocks; block += kAtOnce) {
+        const int token = (block * params.cluster + rank) * 8 + of_block;
+        if (token >= tokens) break;
+        float sum[8] = {};
+        const float* at = mine + block * (S::kRows * 8);
+#pragma unroll 1
+        for (int other = 0; other < params.cluster; ++other, at += most_blocks * (S::kRows * 8)) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sum[j] += at[j * 16];
+        }
+        uint32_t pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          pairs[j] =
+              pack_pair(from_float<X>(sum[2 * j] + bias[2 * j]), from_float<X>(sum[2 * j + 1] + bias[2 * j + 1]));
+        }
+        *reinterpret_cast<uint4*>(static_cast<X*>(args.y) + (m0 + token) * args.n + n) = {pairs[0], pairs[1], pairs[2],
+                                                                                          pairs[3]};
+      }
+      return;
+    }
   }
   // Neighbouring lanes take neighbouring tokens: of those the sums lie in different banks.
   constexpr uint32_t kQuads = S::kRows / 4;

@@ -103,4 +103,67 @@ __device__ __forceinline__ const uint32_t* code_word(const MatmulArgs& args, int
   return args.qw + static_cast<int64_t>(tile) * kTileWords + at.word;
 }
 
+// The weights of output n for all taps, rounded to X, by four threads, of which this is `own`: it has, of every eight
+// inputs, those of a lane of the packed format. place(k): where in `to` the first tap's weight of input k is, in 16
+// bits; pairs of inputs lie together. Other taps are tap_words apart; kAtOnce of them are loaded together.
+template <typename X, int kAtOnce, typename Place>
+__device__ __forceinline__ void dequantize_taps(const MatmulArgs& args, int taps, int n, int own, int tap_words,
+                                                uint32_t* to, Place&& place) {
+  const int k = static_cast<int>(args.k);
+  const int per_scale = k / static_cast<int>(args.groups);  // all inputs, or a multiple of 32
+  const uint32_t mask = (1u << args.bits) - 1u;
+  const bool four = args.bits == 4;
+  with_scheme(args, [&](auto scheme) {
+    using Scheme = decltype(scheme);
+    if (k % 2 == 0) {
+#pragma unroll 1
+      for (int first = 2 * own; first < k; first += 32) {  // four pairs of inputs, eight apart
+        int shift;
+        const uint32_t* const words = code_word(args, first, n, &shift);  // with all pairs, or with the first two
+        const int group = first / per_scale;
+#pragma unroll 1
+        for (int tap = 0; tap < taps; tap += kAtOnce) {
+          uint32_t low[kAtOnce], high[kAtOnce];
+          typename Scheme::Raw raw[kAtOnce];
+          typename Scheme::Parameters parameters[kAtOnce];
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) {
+            const int at = min(tap + j, taps - 1);
+            low[j] = load_codes(words + at * args.qw_batch_stride, args.bits != 0);
+            high[j] = load_codes(words + at * args.qw_batch_stride + 2, !four && first + 16 < k);
+            raw[j] = scheme.load(at, group, n);
+          }
+#pragma unroll
+          for (int j = 0; j < kAtOnce; ++j) parameters[j] = scheme.parameters(raw[j], min(tap + j, taps - 1));
+          // Little code, which every CTA runs once: its instructions come from memory as the weights do.
+#pragma unroll 1
+          for (int pair = 0; pair < 4 && first + 8 * pair < k; ++pair) {
+            const int by = four ? 4 * pair : 8 * (pair % 2);
+            uint32_t* const at = to + place(first + 8 * pair) / 2;
+#pragma unroll
+            for (int j = 0; j < kAtOnce; ++j) {  // the last tap again rather than a condition, which would part them
+              const uint32_t word = (four || pair < 2 ? low[j] : high[j]) >> by;
+              at[min(tap + j, taps - 1) * tap_words] = from_float2<X>(scheme.weight(parameters[j], word & mask),
+                                                                      scheme.weight(parameters[j], word >> 16 & mask));
+            }
+          }
+        }
+      }
+      return;
+    }
+    // Pairs are not those of the format: single weights, and no other thread has this output's.
+    if (own > 0) return;
+#pragma unroll 1
+    for (int tap = 0; tap < taps; ++tap) {
+#pragma unroll 1
+      for (int input = 0; input < k; ++input) {
+        int shift;
+        const uint32_t code = __ldg(code_word(args, input, n, &shift) + tap * args.qw_batch_stride) >> shift & mask;
+        const X w = from_float<X>(scheme.weight(scheme.parameters(scheme.load(tap, input / per_scale, n), tap), code));
+        reinterpret_cast<X*>(to)[2 * tap * tap_words + place(input)] = w;
+      }
+    }
+  });
+}
+
 }  // namespace wonly

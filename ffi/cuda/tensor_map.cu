@@ -77,6 +77,16 @@ cudaError_t describe_rows(const void* data, int size, int64_t columns, int64_t r
   return describe(data, type, size, batch, rows, columns, box_rows, box_columns, CU_TENSOR_MAP_SWIZZLE_NONE, map);
 }
 
+cudaError_t describe_image_rows(const DirectConvArgs& args, int pixels, CUtensorMap* map) {
+  const DirectConvGeometry& g = args.geometry;
+  const auto features = static_cast<cuuint64_t>(args.product.k * g.groups);
+  const auto width = static_cast<cuuint64_t>(g.width.size), height = static_cast<cuuint64_t>(g.height.size);
+  return encode<4>(args.product.x, data_type(args.product),
+                   {features, width, height, static_cast<cuuint64_t>(g.images)},
+                   {features * 2, features * width * 2, features * width * height * 2},
+                   {64, static_cast<cuuint32_t>(pixels), 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B, map);
+}
+
 cudaError_t describe_pixels(const ConvArgs& args, int pixels, CUtensorMap* map) {
   static const auto encode = driver_function<PFN_cuTensorMapEncodeIm2col_v12000>("cuTensorMapEncodeIm2col");
   if (encode == nullptr) return cudaErrorNotSupported;

@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include "cuda/conv.h"
+#include "cuda/direct_conv.h"
 #include "cuda/matmul.h"
 
 namespace wonly {
@@ -26,5 +27,8 @@ cudaError_t describe_rows(const void* data, int size, int64_t columns, int64_t r
 // The 16-bit images of a convolution as what its windows meet: `pixels` x 64 inputs at a time, from a pixel on in the
 // order of the result's pixels, swizzled and with zeros as above.
 cudaError_t describe_pixels(const ConvArgs& args, int pixels, CUtensorMap* map);
+
+// Images of two axes as rows: `pixels` x 64 features of a row at a time, swizzled and with zeros as above.
+cudaError_t describe_image_rows(const DirectConvArgs& args, int pixels, CUtensorMap* map);
 
 }  // namespace wonly

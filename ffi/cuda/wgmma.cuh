@@ -28,6 +28,7 @@ struct WgmmaBytes;
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define WONLY_D48 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WONLY_D56 WONLY_D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define WONLY_D64 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -47,6 +48,7 @@ struct WgmmaBytes;
 #define WONLY_OF24(bound, i) WONLY_OF16(bound, i), WONLY_OF8(bound, i + 16)
 #define WONLY_OF32(bound, i) WONLY_OF16(bound, i), WONLY_OF16(bound, i + 16)
 #define WONLY_OF48(bound, i) WONLY_OF32(bound, i), WONLY_OF16(bound, i + 32)
+#define WONLY_OF56(bound, i) WONLY_OF48(bound, i), WONLY_OF8(bound, i + 48)
 #define WONLY_OF64(bound, i) WONLY_OF32(bound, i), WONLY_OF32(bound, i + 32)
 #define WONLY_OF80(bound, i) WONLY_OF64(bound, i), WONLY_OF16(bound, i + 64)
 #define WONLY_OF96(bound, i) WONLY_OF64(bound, i), WONLY_OF32(bound, i + 64)
@@ -93,6 +95,7 @@ WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 32, 16, 16, 17, 18, 19, 20, 21)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 48, 24, 24, 25, 26, 27, 28, 29)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 64, 32, 32, 33, 34, 35, 36, 37)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 96, 48, 48, 49, 50, 51, 52, 53)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 112, 56, 56, 57, 58, 59, 60, 61)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 128, 64, 64, 65, 66, 67, 68, 69)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 160, 80, 80, 81, 82, 83, 84, 85)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 192, 96, 96, 97, 98, 99, 100, 101)
@@ -123,6 +126,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_D8
 #undef WONLY_D16
 #undef WONLY_D32
+#undef WONLY_D56
 #undef WONLY_D64
 #undef WONLY_D80
 #undef WONLY_D96
@@ -132,6 +136,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_OF8
 #undef WONLY_OF16
 #undef WONLY_OF32
+#undef WONLY_OF56
 #undef WONLY_OF64
 #undef WONLY_OF80
 #undef WONLY_OF96

@@ -177,10 +177,11 @@ def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None
     kernel, wanted = None, False
     if all(isinstance(size, int) for size in (*x.shape, *shape)):
         pixels, n = math.prod(shape[:-1]), shape[-1]
+        bands = _cuda_dispatch.band_conv_time(x.shape, x.dtype, p.k, n, p.feature_groups, shape[1:-1], window)
         if p.feature_groups > 1:
             if _cuda_dispatch.direct_conv_kernel(x.shape, x.dtype, p.k, n, p.feature_groups, shape[1:-1], window):
                 kernel = _direct
-                wanted = _cuda_dispatch.use_direct_conv(pixels, p.k, n, p.feature_groups, window)
+                wanted = _cuda_dispatch.use_direct_conv(pixels, p.k, n, p.feature_groups, window, bands)
         elif (
             len(window.size) in (1, 2)
             and p.table is None
@@ -192,6 +193,7 @@ def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None
             wanted = _cuda_dispatch.use_conv(
                 *(pixels, p.k, n, window, p.bits, x.dtype, p.shift_mode, shift_dtype),
                 groups=scales.shape[1],
+                bands=bands,
             )
     if p.implementation != "cuda":
         return kernel if wanted else None

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_cases import WARPGROUPS, check_conv, check_scheme
+from conv_cases import BANDS, WARPGROUPS, check_conv, check_scheme
 from reference import MODES, random_weight, random_x
 
 import jax_wonly as jw
@@ -66,6 +66,17 @@ def test_geometries_of_warpgroups(rng, geometry):
     for mode, n in (("symmetric", 72), ("integer_zeros", 144)):
         options = {"n": n, "mode": mode, "x_dtype": "bfloat16", "implementation": "cuda", "rounded_weights": True}
         check_conv(rng, **case | options, activation="relu", out_dtype="float32")
+
+
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("geometry", BANDS)
+def test_bands(rng, geometry, bits, x_dtype):
+    """The kernel for many pixels of few inputs."""
+    case = BANDS[geometry] | {"bits": bits, "x_dtype": x_dtype, "implementation": "cuda", "rounded_weights": True}
+    check_conv(rng, **case)
+    check_conv(rng, **case, mode="integer_zeros", activation="silu")
+    check_conv(rng, **case, mode="offsets", group_size=32 if case["k"] == 64 else None, out_dtype="float32")
 
 
 DEPTHWISE = {
