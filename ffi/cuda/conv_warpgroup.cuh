@@ -35,15 +35,17 @@ struct Pixels {
     static constexpr int kWeightBytes = S::kTiles / 2 * kTileBytes;
 
     const Params& params;
-    const warpgroup::Maps& maps;
-    int of_stage, role, strips;  // the half; 0 for activations; row tiles of the weights
+    const CUtensorMap* map;
+    int pixels, of_stage, role, strips;  // the half; 0 for activations; row tiles of the weights
     int first, outputs, scale_size;
     const uint32_t* words;
     int image, y, x;  // where the first pixel's window begins
 
-    __device__ Copies(const Params& params, const warpgroup::Maps& maps, int producer, int row_tiles, int n0, int m0)
+    __device__ Copies(const Params& params, const CUtensorMap* map, int pixels, int producer, int row_tiles, int n0,
+                      int m0)
         : params(params),
-          maps(maps),
+          map(map),
+          pixels(pixels),
           of_stage(producer % 2),
           role(producer / 2),
           strips((row_tiles + 1 - role) / 2),
@@ -65,13 +67,13 @@ struct Pixels {
       const int half = wanted ? 2 * stage + of_stage : params.halves - 1;
       int block, rest;
       const int tap = params.tap_halves.divide(half, &block);
-      ptx::barrier_expect(done, (role == 0 ? S::kHalfBytes : outputs * (scale_size + (zeros ? 1 : 0))) +
+      ptx::barrier_expect(done, (role == 0 ? pixels * 128 : outputs * (scale_size + (zeros ? 1 : 0))) +
                                     (wanted ? strips * kWeightBytes : 0));
       if (role == 0) {
         const ConvGeometry& g = params.geometry;
         int column;
         const int row = params.columns.divide(tap, &column), channel = wanted ? block * 64 : static_cast<int>(args.k);
-        ptx::tensor_copy_pixels(to + of_stage * S::kHalfBytes, &maps.x, channel, x, y, image,
+        ptx::tensor_copy_pixels(to + of_stage * S::kHalfBytes, map, channel, x, y, image,
                                 static_cast<uint16_t>(column * g.width.dilation),
                                 static_cast<uint16_t>(row * g.height.dilation), done);
       } else {
@@ -114,7 +116,11 @@ cudaError_t launch_bits(const ConvArgs& conv, const warpgroup::Config& config, c
   params.width = Divisor(g.width.result);
   params.geometry = g;
   warpgroup::Maps maps;
-  if (cudaError_t error = describe_pixels(conv, config.tokens, &maps.x); error != cudaSuccess) return error;
+  const int last = static_cast<int>(args.m % config.tokens);
+  cudaError_t error = cudaSuccess;
+  if (args.m >= config.tokens) error = describe_pixels(conv, config.tokens, &maps.x);
+  if (last > 0 && error == cudaSuccess) error = describe_pixels(conv, last, &maps.last);
+  if (error != cudaSuccess) return error;
   const auto launch = [&](auto warpgroups, auto pixels) {
     // Of few pixels converting codes takes longer than scaling sums.
     const auto launch_kind = [&](auto kind) {

@@ -383,8 +383,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int token_blocks = (tokens + 7) / 8;
   const int most_blocks = (token_blocks + params.cluster - 1) / params.cluster;  // of a rank
 
-  const bool last_tile = !S::Source::kWindows && tokens < S::kTokens;
-  const CUtensorMap* const x_map = last_tile ? &maps.last : &maps.x;
+  const CUtensorMap* const x_map = tokens < S::kTokens ? &maps.last : &maps.x;
   if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(x_map);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
@@ -421,8 +420,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     RingPosition<S::kStages> at;
     if (S::Source::kWindows && producer < producers) {
       if constexpr (S::Source::kWindows) {
-        const typename S::Source::template Copies<S> copies(params, maps, producer, row_tiles, static_cast<int>(n0),
-                                                            m0);
+        const typename S::Source::template Copies<S> copies(params, x_map, tokens, producer, row_tiles,
+                                                            static_cast<int>(n0), m0);
         for (int index = 0; index < stage_count; ++index, at.advance()) {
           if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
           if (ptx::elect_one()) copies.copy(stage_at(index), ring + at.slot * S::kStageBytes, full + at.slot);
@@ -809,6 +808,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   } else {
     __syncthreads();
   }
+  // Rounded weights may be in units of a power of two.
+  constexpr float kUnscale = S::kRounded ? 1.f / wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>::kUnit : 1.f;
   if constexpr (S::Source::kWindows) {
     if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype) {
       // As below, but eight outputs at a time, the same ones of all of a thread's tokens.
@@ -837,8 +838,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         uint32_t pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          pairs[j] =
-              pack_pair(from_float<X>(sum[2 * j] + bias[2 * j]), from_float<X>(sum[2 * j + 1] + bias[2 * j + 1]));
+          pairs[j] = pack_pair(from_float<X>(fmaf(sum[2 * j], kUnscale, bias[2 * j])),
+                               from_float<X>(fmaf(sum[2 * j + 1], kUnscale, bias[2 * j + 1])));
         }
         *reinterpret_cast<uint4*>(static_cast<X*>(args.y) + (m0 + token) * args.n + n) = {pairs[0], pairs[1], pairs[2],
                                                                                           pairs[3]};
@@ -851,8 +852,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const auto token_of = [&](uint32_t i) {
     return static_cast<int>((i / (8 * kQuads) * params.cluster + rank) * 8 + i % 8);
   };
-  // Rounded weights may be in units of a power of two.
-  constexpr float kUnscale = 1.f / wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>::kUnit;
   uint32_t again = 0;
   int turn = 0;
   for (uint32_t i = threadIdx.x; i < most_blocks * 8 * kQuads; i += S::kThreads, ++turn) {
