@@ -121,5 +121,7 @@ def rounds_weights(implementation, x=None, qt=None) -> bool:
     those CUDA kernels of which `explain` says so.
     """
     if implementation == "cuda" and qt is not None:
+        if 0 in qt.shape:
+            return False
         return bool(jw.explain(x, qt, platform="cuda", implementation="cuda").rounds_weights)
     return implementation in (None, "xla", "dequantize")
