@@ -88,6 +88,10 @@ class Resident(NamedTuple):
     turns: float
     stages: float
     words: float
+    groups: float
+    zeros: float
+    sums: float
+    adding: float
     clusters: tuple[Cluster, ...]
 
 
@@ -221,26 +225,32 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _resident_bytes(n: int, stages: int, parts: int, cluster: int) -> int:
+def _resident_bytes(n: int, stages: int, parts: int, cluster: int, sums: bool) -> int:
     """Shared memory of a CTA: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
     piece = 4
     while 8 * piece < stages:
         piece *= 2
     part_rows = _ceil(_ceil(n, 16), parts) * 16
-    return 1024 + _ceil(stages, piece) * piece * 2048 + 4 * 8 * 68 * 4 + (8 * part_rows * 4 if cluster > 1 else 0)
+    activations = _ceil(stages, piece) * piece * 2048 + (stages * 256 if sums else 0)
+    return 1024 + activations + 4 * 8 * 68 * 4 + (8 * part_rows * 4 if cluster > 1 else 0)
 
 
 def resident_times(
-    k: int, n: int, batch: int, multiprocessors: int, costs: Resident
+    k: int, n: int, batch: int, ends: int, zeros: bool, sums: bool, multiprocessors: int, costs: Resident
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """Of every configuration, (cluster, parts)."""
+    """Of every configuration, (cluster, parts): ``ends`` groups end in 128 inputs, with ``zeros`` in codes, or ``sums``
+    of activations for float zeros or offsets.
+    """
     atoms = _ceil(n, 16)
+    small = ends > 1
+    stage = costs.stages + costs.groups * small + costs.zeros * (small and zeros) + costs.sums * sums
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
         stages = _ceil(_ceil(k, 128), cluster.ctas)
-        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas) > _SHARED_BYTES:
+        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas, sums) > _SHARED_BYTES:
             continue
         part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
         passes = _ceil(part_atoms, 4)
-        us = costs.start + cluster.start + costs.passes * passes + costs.turns * passes * _ceil(each, 4)
-        yield (cluster.ctas, parts), us + costs.stages * passes * each + costs.words * part_atoms * stages / 16
+        us = costs.start + costs.adding * sums + cluster.start
+        us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
+        yield (cluster.ctas, parts), us + costs.words * part_atoms * stages / 16

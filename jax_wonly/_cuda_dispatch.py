@@ -110,14 +110,13 @@ def _decode_kernel(m: int, k: int, groups: int, x_dtype, scale_dtype, shift_mode
 
 
 def _resident_kernel(
-    m: int, k: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
+    m: int, k: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
 ) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
     if not has_warpgroups() or not _RESIDENT.least <= m <= _RESIDENT.most or jnp.dtype(x_dtype).itemsize != 2:
         return False
-    integers = shift_mode == ShiftMode.NONE or (shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8)
-    large = groups <= 1 or k // groups not in (32, 64)
-    return bits == 4 and k % 64 == 0 and large and scale_dtype == x_dtype and integers
+    shifts = shift_mode == ShiftMode.NONE or (shift_mode != ShiftMode.TABLE and shift_dtype in (jnp.uint8, x_dtype))
+    return bits == 4 and k % 64 == 0 and scale_dtype == x_dtype and shifts
 
 
 def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
@@ -162,8 +161,12 @@ def _warpgroup(
     return _least(_cuda_costs.warpgroup_times(m, k, n, batch, bits, ends, sums, plain, _gpu()[1], _WARPGROUPS))
 
 
-def _resident(k: int, n: int, batch: int) -> float:
-    return min((us for _, us in _cuda_costs.resident_times(k, n, batch, _gpu()[1], _RESIDENT)), default=math.inf)
+def _resident(k: int, n: int, batch: int, groups: int, shift_mode: ShiftMode, shift_dtype) -> float:
+    ends = {32: 4, 64: 2}.get(k // groups, 1) if groups > 1 else 1  # of groups, in 128 inputs
+    shifted = shift_mode != ShiftMode.NONE
+    zeros, sums = shifted and shift_dtype == jnp.uint8, shifted and shift_dtype != jnp.uint8
+    times = _cuda_costs.resident_times(k, n, batch, ends, zeros, sums, _gpu()[1], _RESIDENT)
+    return min((us for _, us in times), default=math.inf)
 
 
 def _stream(m: int, weights: float, wide: bool) -> float:
@@ -224,8 +227,8 @@ def kernel(
         other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     elif not streamed:
         other = _stream(m, batch * n * k * bits / 8, False)
-    if _resident_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        if _resident(k, n, batch) < other:
+    if _resident_kernel(m, k, bits, x_dtype, scale_dtype, shift_mode, shift_dtype):
+        if _resident(k, n, batch, groups, shift_mode, shift_dtype) < other:
             return "matmul_resident"
     if not streamed:
         least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS

@@ -106,8 +106,8 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const int64_t log2 = log2_group_blocks(args);
   const bool small_groups = log2 == 0 || log2 == 1;
-  const bool exact = warpgroup::supports(args), plain = warpgroup::is_plain(args);
-  const bool always = exact && (small_groups || plain);
+  const bool exact = warpgroup::supports(args);
+  const bool always = exact && (small_groups || warpgroup::is_plain(args));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
   const float us = streamed ? 0.f
@@ -117,7 +117,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
     const float resident_us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
-    if (resident_us > 0.f && (!plain || resident_us < us)) return resident::launch(args, config, shared_bytes, stream);
+    if (resident_us > 0.f && (streamed || resident_us < us)) return resident::launch(args, config, shared_bytes, stream);
   }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
