@@ -63,9 +63,8 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             yield ("tiled", tokens, splits), us
         if not table:
             resident = costs.resident_of(file["resident"])
-            if bits == 4 and resident.least <= m <= resident.most:
-                zeros = sweep["mode"] == "integer_zeros"
-                for config, us in costs.resident_times(k, n, 1, ends, zeros, shifted, MULTIPROCESSORS, resident):
+            if bits == 4 and m <= resident.tokens:
+                for config, us in costs.resident_times(k, n, 1, ends, shifted, MULTIPROCESSORS, resident):
                     yield ("resident", *config), us
             numbers = costs.warpgroups_of(file["warpgroup"])
             for config, us in costs.warpgroup_times(

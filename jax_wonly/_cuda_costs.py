@@ -76,20 +76,19 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
+    pairs: int  # the same, from which on matmul_resident takes two tokens where it can
 
 
 class Resident(NamedTuple):
     """``matmul_resident``: ``resident::Costs`` in ``ffi/cuda/matmul_resident.h``."""
 
-    least: int  # tokens, and
-    most: int
+    tokens: int
     start: float
     passes: float
     turns: float
     stages: float
     words: float
     groups: float
-    zeros: float
     sums: float
     adding: float
     clusters: tuple[Cluster, ...]
@@ -135,7 +134,7 @@ def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
 
 def resident_of(values: dict) -> Resident:
     clusters = tuple(Cluster(*cluster) for cluster in values["clusters"])
-    return Resident(values["least"], values["most"], **values["costs"], clusters=clusters)
+    return Resident(values["tokens"], **values["costs"], clusters=clusters)
 
 
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor
@@ -236,14 +235,13 @@ def _resident_bytes(n: int, stages: int, parts: int, cluster: int, sums: bool) -
 
 
 def resident_times(
-    k: int, n: int, batch: int, ends: int, zeros: bool, sums: bool, multiprocessors: int, costs: Resident
+    k: int, n: int, batch: int, ends: int, sums: bool, multiprocessors: int, costs: Resident
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """Of every configuration, (cluster, parts): ``ends`` groups end in 128 inputs, with ``zeros`` in codes, or ``sums``
-    of activations for float zeros or offsets.
+    """Of every configuration, (cluster, parts): ``ends`` groups end in 128 inputs, with ``sums`` of activations for
+    float zeros or offsets.
     """
     atoms = _ceil(n, 16)
-    small = ends > 1
-    stage = costs.stages + costs.groups * small + costs.zeros * (small and zeros) + costs.sums * sums
+    stage = costs.stages + costs.groups * (ends > 1) + costs.sums * sums
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
         stages = _ceil(_ceil(k, 128), cluster.ctas)

@@ -68,6 +68,8 @@ bool decodes(const MatmulArgs& args, const Device& device) {
   const int groups = decode::stage_groups(args);
   if (ceil_div(args.k, 128) * (groups == 4 ? args.m : 1) > costs::kDecodeStages) return false;
   if (groups == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
+  // Of so many inputs two tokens take long to prepare.
+  if (args.m > 1 && resident::supports(args) && costs::kDecodePairs * outputs <= args.k) return false;
   // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without, and a lone entry not
   // more than half of them.
   const int64_t share = device.multiprocessors / args.batch, wanted = device.multiprocessors * 9 / 10;
@@ -110,14 +112,18 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const bool always = exact && (small_groups || warpgroup::is_plain(args));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
-  const float us = streamed ? 0.f
-                   : exact  ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
-                            : stream_us(args);
-  if (device.architecture == 90 && args.m >= costs::kResidentTokens && resident::supports(args)) {
+  // Float zeros and offsets go to the resident kernel where it is faster than this one, even if not to this one then.
+  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  const float us = device.architecture == 90 && exact && (sums || !streamed)
+                       ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
+                   : streamed ? 0.f
+                              : stream_us(args);
+  if (device.architecture == 90 && resident::supports(args)) {
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
     const float resident_us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
-    if (resident_us > 0.f && (streamed || resident_us < us)) return resident::launch(args, config, shared_bytes, stream);
+    if (resident_us > 0.f && (us == 0.f || resident_us < us))
+      return resident::launch(args, config, shared_bytes, stream);
   }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;

@@ -38,7 +38,7 @@ bool supports(const MatmulArgs& args) {
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
   const bool shifts = args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 ||
                       (args.shift_mode != ShiftMode::kTable && args.shift_dtype == args.x_dtype);
-  return sixteen_bits && args.bits == 4 && args.m <= kMaxTokens && args.k > 0 && args.k % 64 == 0 &&
+  return sixteen_bits && args.bits == 4 && args.m > 0 && args.m <= kMaxTokens && args.k > 0 && args.k % 64 == 0 &&
          args.scale_dtype == args.x_dtype && shifts;
 }
 
@@ -49,7 +49,6 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
   const bool small_groups = log2 == 0 || log2 == 1, sums = adds_activations(args);
   float stage = costs.stages;
   if (small_groups) stage += costs.groups;
-  if (small_groups && args.shift_mode != ShiftMode::kNone && !sums) stage += costs.zeros;
   if (sums) stage += costs.sums;
   float least = 0.f;
   for (const warpgroup::ClusterCost& cluster : costs::kResidentClusters) {

@@ -41,7 +41,6 @@ struct Costs {
   float stages;  // one of a warpgroup
   float words;   // four strips of outputs in a stage of all warpgroups
   float groups;  // of a stage, more with groups of 32 and 64
-  float zeros;   // the same with uint8 zeros of them
   float sums;    // of a stage, more with float zeros or offsets
   float adding;  // of the start, for the sums of activations then
 };

@@ -255,7 +255,8 @@ def test_resident_activations(rng, x_dtype, mode, m):
         weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=lead)
         x = random_x(rng, (*lead, m, k), x_dtype)
         bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
-        if _cuda_dispatch.has_warpgroups() and (k, n) != (2048, 264):
+        others = (k, n) == (2048, 264) or (group_size is None and mode in ("float_zeros", "offsets"))
+        if _cuda_dispatch.has_warpgroups() and not others:
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
         product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
         y = product(x, weight.qt, bias)
@@ -266,8 +267,8 @@ def test_resident_activations(rng, x_dtype, mode, m):
         np.testing.assert_array_equal(np.asarray(product(others, weight.qt, bias))[..., 0, :], np.asarray(y)[..., 0, :])
         # An infinity is what a dense product makes of it.
         of_one = np.where(weight.dense[..., k // 2, :] > 0, np.inf, 0)
-        y = product(x.at[..., 0, k // 2].set(np.inf), weight.qt, bias)[..., 0, :]
+        infinite = product(x.at[..., 0, k // 2].set(np.inf), weight.qt, bias)[..., 0, :]
         known = weight.dense[..., k // 2, :] != 0
-        np.testing.assert_array_equal(np.asarray(y, np.float32)[known], of_one[known])
+        np.testing.assert_array_equal(np.asarray(infinite, np.float32)[known], of_one[known])
         fewer = np.asarray(product(x[..., :3, :], weight.qt, bias))
         np.testing.assert_array_equal(fewer, np.asarray(y)[..., :3, :])
