@@ -45,6 +45,8 @@ SWEEPS = (
     *((4, 32, "bf16", shift, "16,32,64,128", "8192x8192,4096x14336,4096x4096") for shift in ("symmetric", "offsets")),
     (4, 64, "bf16", "symmetric", "16,32,64,128", "8192x8192,4096x14336,4096x4096"),
     (4, 128, "bf16", "offsets", "16,32,64,128", "8192x8192,4096x14336,4096x4096"),
+    *((4, g, "bf16", shift, "8", SHAPES) for g in (32, 64) for shift in ("symmetric", "integer_zeros", "offsets")),
+    (4, 128, "bf16", "offsets", "8", SHAPES),
     (4, 64, "bf16", "table", "192,256,512,1024", "8192x8192,4096x4096"),
 )
 

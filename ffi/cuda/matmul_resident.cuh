@@ -1,12 +1,15 @@
-// The product for 3 to 8 tokens on Hopper: wgmma with the weights as register operand, loaded from global memory to the
-// registers that they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
+// The product for up to 8 tokens on Hopper: wgmma with the weights as register operand, loaded from global memory to
+// the registers that they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
 //
 // A CTA owns a run of outputs and walks over them 64 at a time. Its warpgroups split the inputs by stages of 128; a
 // lane loads its words, some stages at once, into one of two sets of registers, and the next into the other as soon as
 // these have come. The tensor copy engine brings the activations in pieces, so that the first products wait only for
 // the first piece; from then on no warp waits for another before the sums are added. Codes become (code - zero) * 2^-13
-// exactly, and the scale multiplies the float32 sum of a stage, as in matmul_warpgroup.cuh. Partial sums are added in a
-// fixed order, and a token's result does not depend on the values or the number of others.
+// exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of groups of 32 each lane
+// of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply the sums of the
+// activations of 32 inputs, which mma.sync makes when a piece has come: one more product of tf32 numbers, two of which
+// are what multiplies them and two a sum, exactly but for the last bit. Partial sums are added in a fixed order, and a
+// token's result does not depend on the values or the number of others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,7 +43,7 @@ constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
 constexpr int kSteps = tile_k(kBits) / 16;            // products of a tile
 constexpr int kStepTiles = kWarpgroups * kTiles;      // from a stage of a warpgroup to its next
 constexpr int kTurn = 2 * kAhead;
-constexpr uint32_t kTf32Bits = 0xffffe000u;
+constexpr uint32_t kTf32Bits = 0xffffe000u;  // of a float32
 constexpr int kStageBlocks = kStageInputs / 32;
 constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks of 32
 
@@ -65,36 +68,31 @@ struct Shape {
   static constexpr bool kSums = kShiftSize == 2;
 };
 
-// Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of wgmma: eight tokens by
-// four blocks in tf32, and after it what these numbers lack to float32.
+// The sum of a block of a stage's activations by a warp, times 2^-13, for an operand of wgmma: eight tokens by four
+// blocks in tf32, and after it what these numbers lack to float32.
 template <typename X>
-__device__ __forceinline__ void add_activations(const uint8_t* x, int lane, uint8_t* to) {
+__device__ __forceinline__ void add_activations(const uint8_t* x, int block, int lane, uint8_t* to) {
   const X one = from_float<X>(1.f);
   const uint32_t pair = pack_pair(one, one);
   const uint32_t ones[4] = {pair, pair, pair, pair};
-  const int g = lane / 4, t = lane % 4, token = lane % 8;
-  float mine[2] = {};  // of tokens 2t and 2t + 1, block g % 4
-#pragma unroll
-  for (int block = 0; block < kStageBlocks; ++block) {
-    const int unit = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
-    uint32_t inputs[4];
-    ptx::load_matrices(inputs, ptx::shared_address(x + block / 2 * kChunkBytes + token * 128 + (unit ^ token) * 16));
-    float sum[4] = {};
-    if constexpr (Convert<X>::kBf16) {
-      ptx::mma_bf16(sum, ones, inputs[0], inputs[1]);
-      ptx::mma_bf16(sum, ones, inputs[2], inputs[3]);
-    } else {
-      ptx::mma_f16(sum, ones, inputs[0], inputs[1]);
-      ptx::mma_f16(sum, ones, inputs[2], inputs[3]);
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) mine[i] = g % 4 == block ? sum[i] : mine[i];
+  const int token = lane % 8, unit = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
+  uint32_t inputs[4];
+  ptx::load_matrices(inputs, ptx::shared_address(x + block / 2 * kChunkBytes + token * 128 + (unit ^ token) * 16));
+  float sum[4] = {};
+  if constexpr (Convert<X>::kBf16) {
+    ptx::mma_bf16(sum, ones, inputs[0], inputs[1]);
+    ptx::mma_bf16(sum, ones, inputs[2], inputs[3]);
+  } else {
+    ptx::mma_f16(sum, ones, inputs[0], inputs[1]);
+    ptx::mma_f16(sum, ones, inputs[2], inputs[3]);
   }
+  // All rows are the same.
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float sum = mine[i] * 0x1p-13f;
-    const float first = ptx::to_tf32(sum), second = ptx::to_tf32(sum - first);
-    reinterpret_cast<float*>(to)[(g / 4 * kTokens + 2 * t + i) * kStageBlocks + g % 4] = g < 4 ? first : second;
+    const float scaled = sum[i] * 0x1p-13f;
+    const float first = ptx::to_tf32(scaled), second = ptx::to_tf32(scaled - first);
+    if (g < 2) reinterpret_cast<float*>(to)[(g * kTokens + 2 * t + i) * kStageBlocks + block] = g == 0 ? first : second;
   }
 }
 
@@ -212,15 +210,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   uint8_t* const sums = shared + layout.sums_at;
-  if constexpr (S::kSums) {
-    for (int i = 0; i < layout.pieces; ++i) ptx::barrier_wait(arrived + i, 0);
-    for (int stage = warp; stage < stages; stage += kThreads / 32) {
-      add_activations<X>(x + stage * kStageBytes, lane, sums + stage * kSumBytes);
-    }
-    ptx::fence_shared_for_async();
-    __syncthreads();
-  }
-
   const uint64_t operands = ptx::wgmma_descriptor(x);
   const uint64_t sum_operands = ptx::wgmma_descriptor_unswizzled(sums, 0, kSumBytes / 2);
   float* const partial = reinterpret_cast<float*>(shared + layout.partial_at);
@@ -241,13 +230,22 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (slot == 0) fetch_blocks(1 - buffer, stage_words[0].x & params.none);
         if (index * kStepTiles < tiles) {
           const int stage = warpgroup + index * kWarpgroups;
-          if (!S::kSums && pass_atom == first_atom && stage >> layout.log2_piece != piece) {
+          if (pass_atom == first_atom && stage >> layout.log2_piece != piece) {
             piece = stage >> layout.log2_piece;
             ptx::barrier_wait(arrived + piece, 0);
+            if constexpr (S::kSums) {
+              const int end = min((piece + 1) << layout.log2_piece, stages);
+#pragma unroll 1
+              for (int i = stage; i < end; i += kWarpgroups) {
+                add_activations<X>(x + i * kStageBytes, warp % 4, lane, sums + i * kSumBytes);
+              }
+              ptx::fence_shared_for_async();
+              ptx::warpgroup_sync(1 + warpgroup);
+            }
           }
           // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
           const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
-          uint32_t zero_pair = 0, scale_pair = 0;
+          uint32_t zero_pair = 0;
           if constexpr (S::kShiftSize == 1) {
             zero_pair = from_float2<X>(static_cast<float>(shifts_of[0]) * -0x1p-13f,
                                        static_cast<float>(shifts_of[1]) * -0x1p-13f);
@@ -272,8 +270,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-              uint32_t minus_zero[2];
-              uint32_t pair = zero_pair;
+              uint32_t minus_zero[2], pair = zero_pair;
               if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, 2 * tile + half, 4);
               minus_zero[0] = S::kShiftSize == 0   ? C::minus_zero(bias_of(kBits))
                               : S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x1010)
@@ -296,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
             ptx::wgmma_commit();
           }
-          scale_pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
+          const uint32_t scale_pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
           float2 scale[kGroups];
 #pragma unroll
           for (int group = 0; group < kGroups; ++group) {
