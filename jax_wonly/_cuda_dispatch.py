@@ -221,11 +221,12 @@ def kernel(
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
     exact = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     small_groups = k // groups in (32, 64) and groups > 1
-    always = exact and (small_groups or _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype))
+    plain = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
+    always = exact and (small_groups or plain or (sums and resident))
     streamed = m <= _STREAM.tokens and not wide and not always
     other = math.inf
-    sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    if exact and (sums or not streamed):
+    if exact and not streamed:
         other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     elif not streamed:
         other = _stream(m, batch * n * k * bits / 8, False)

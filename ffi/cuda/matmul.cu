@@ -102,27 +102,25 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const cudaError_t error = launch_decode(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;
   }
-  // With scales of another type, float zeros or offsets, and no small groups, streaming four bits is faster for few
-  // tokens. Eight bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every
-  // multiprocessor has a CTA.
+  // With scales of another type, or odd rows, and no small groups streaming four bits is faster for few tokens. Eight
+  // bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
+  // CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const int64_t log2 = log2_group_blocks(args);
   const bool small_groups = log2 == 0 || log2 == 1;
   const bool exact = warpgroup::supports(args);
-  const bool always = exact && (small_groups || warpgroup::is_plain(args));
+  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  const bool always = exact && (small_groups || warpgroup::is_plain(args) || (sums && resident::supports(args)));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
-  // Float zeros and offsets go to the resident kernel where it is faster than this one, even if not to this one then.
-  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
-  const float us = device.architecture == 90 && exact && (sums || !streamed)
-                       ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
-                   : streamed ? 0.f
-                              : stream_us(args);
+  const float us = streamed ? 0.f
+                   : exact  ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
+                            : stream_us(args);
   if (device.architecture == 90 && resident::supports(args)) {
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
     const float resident_us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
-    if (resident_us > 0.f && (us == 0.f || resident_us < us))
+    if (resident_us > 0.f && (streamed || resident_us < us))
       return resident::launch(args, config, shared_bytes, stream);
   }
   if (!streamed) {

@@ -7,9 +7,9 @@
 // the first piece; from then on no warp waits for another before the sums are added. Codes become (code - zero) * 2^-13
 // exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of groups of 32 each lane
 // of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply the sums of the
-// activations of 32 inputs, which mma.sync makes when a piece has come: one more product of tf32 numbers, two of which
-// are what multiplies them and two a sum, exactly but for the last bit. Partial sums are added in a fixed order, and a
-// token's result does not depend on the values or the number of others.
+// activations of 32 inputs, which mma.sync makes before the first products: one more product of tf32 numbers, two of
+// which are what multiplies them and two a sum, exactly but for the last bit. Partial sums are added in a fixed order,
+// and a token's result does not depend on the values or the number of others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -68,31 +68,36 @@ struct Shape {
   static constexpr bool kSums = kShiftSize == 2;
 };
 
-// The sum of a block of a stage's activations by a warp, times 2^-13, for an operand of wgmma: eight tokens by four
-// blocks in tf32, and after it what these numbers lack to float32.
+// Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of wgmma: eight tokens by
+// four blocks in tf32, and after it what these numbers lack to float32.
 template <typename X>
-__device__ __forceinline__ void add_activations(const uint8_t* x, int block, int lane, uint8_t* to) {
+__device__ __forceinline__ void add_activations(const uint8_t* x, int lane, uint8_t* to) {
   const X one = from_float<X>(1.f);
   const uint32_t pair = pack_pair(one, one);
   const uint32_t ones[4] = {pair, pair, pair, pair};
-  const int token = lane % 8, unit = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
-  uint32_t inputs[4];
-  ptx::load_matrices(inputs, ptx::shared_address(x + block / 2 * kChunkBytes + token * 128 + (unit ^ token) * 16));
-  float sum[4] = {};
-  if constexpr (Convert<X>::kBf16) {
-    ptx::mma_bf16(sum, ones, inputs[0], inputs[1]);
-    ptx::mma_bf16(sum, ones, inputs[2], inputs[3]);
-  } else {
-    ptx::mma_f16(sum, ones, inputs[0], inputs[1]);
-    ptx::mma_f16(sum, ones, inputs[2], inputs[3]);
+  const int g = lane / 4, t = lane % 4, token = lane % 8;
+  float mine[2] = {};  // of tokens 2t and 2t + 1, block g % 4
+#pragma unroll
+  for (int block = 0; block < kStageBlocks; ++block) {
+    const int unit = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
+    uint32_t inputs[4];
+    ptx::load_matrices(inputs, ptx::shared_address(x + block / 2 * kChunkBytes + token * 128 + (unit ^ token) * 16));
+    float sum[4] = {};
+    if constexpr (Convert<X>::kBf16) {
+      ptx::mma_bf16(sum, ones, inputs[0], inputs[1]);
+      ptx::mma_bf16(sum, ones, inputs[2], inputs[3]);
+    } else {
+      ptx::mma_f16(sum, ones, inputs[0], inputs[1]);
+      ptx::mma_f16(sum, ones, inputs[2], inputs[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) mine[i] = g % 4 == block ? sum[i] : mine[i];
   }
-  // All rows are the same.
-  const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float scaled = sum[i] * 0x1p-13f;
-    const float first = ptx::to_tf32(scaled), second = ptx::to_tf32(scaled - first);
-    if (g < 2) reinterpret_cast<float*>(to)[(g * kTokens + 2 * t + i) * kStageBlocks + block] = g == 0 ? first : second;
+    const float sum = mine[i] * 0x1p-13f;
+    const float first = ptx::to_tf32(sum), second = ptx::to_tf32(sum - first);
+    reinterpret_cast<float*>(to)[(g / 4 * kTokens + 2 * t + i) * kStageBlocks + g % 4] = g < 4 ? first : second;
   }
 }
 
@@ -210,6 +215,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   uint8_t* const sums = shared + layout.sums_at;
+  if constexpr (S::kSums) {  // of a piece when it has come, behind its branch in the loop: 14 to 25% slower
+    for (int i = 0; i < layout.pieces; ++i) ptx::barrier_wait(arrived + i, 0);
+    for (int stage = warp; stage < stages; stage += kThreads / 32) {
+      add_activations<X>(x + stage * kStageBytes, lane, sums + stage * kSumBytes);
+    }
+    ptx::fence_shared_for_async();
+    __syncthreads();
+  }
+
   const uint64_t operands = ptx::wgmma_descriptor(x);
   const uint64_t sum_operands = ptx::wgmma_descriptor_unswizzled(sums, 0, kSumBytes / 2);
   float* const partial = reinterpret_cast<float*>(shared + layout.partial_at);
@@ -230,18 +244,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (slot == 0) fetch_blocks(1 - buffer, stage_words[0].x & params.none);
         if (index * kStepTiles < tiles) {
           const int stage = warpgroup + index * kWarpgroups;
-          if (pass_atom == first_atom && stage >> layout.log2_piece != piece) {
+          if (!S::kSums && pass_atom == first_atom && stage >> layout.log2_piece != piece) {
             piece = stage >> layout.log2_piece;
             ptx::barrier_wait(arrived + piece, 0);
-            if constexpr (S::kSums) {
-              const int end = min((piece + 1) << layout.log2_piece, stages);
-#pragma unroll 1
-              for (int i = stage; i < end; i += kWarpgroups) {
-                add_activations<X>(x + i * kStageBytes, warp % 4, lane, sums + i * kSumBytes);
-              }
-              ptx::fence_shared_for_async();
-              ptx::warpgroup_sync(1 + warpgroup);
-            }
           }
           // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
           const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];

@@ -86,9 +86,6 @@ template <int kBarrier>
 __device__ __forceinline__ void warpgroup_sync() {
   asm volatile("bar.sync %0, 128;\n" ::"n"(kBarrier) : "memory");
 }
-__device__ __forceinline__ void warpgroup_sync(int barrier) {
-  asm volatile("bar.sync %0, 128;\n" ::"r"(barrier) : "memory");
-}
 
 // A barrier of `kThreads` threads, of which some wait and others go on.
 template <int kBarrier, int kThreads>
