@@ -76,7 +76,7 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
-    pairs: int  # the same, from which on matmul_resident takes two tokens where it can
+    pairs: int  # the same, from which on two tokens are not taken of few outputs that matmul_resident can take
 
 
 class Resident(NamedTuple):

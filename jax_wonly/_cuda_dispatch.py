@@ -213,7 +213,7 @@ def kernel(
         and k >= _DECODE.inputs
         and -(-k // 128) * (m if groups > 1 and k // groups == 32 else 1) <= _DECODE.stages
         and (bits == 4 or k // groups < 128 or _DECODE.ratio * batch * n > k)
-        and not (m > 1 and resident and _DECODE.pairs * batch * n <= k)
+        and not (m > 1 and resident and _DECODE.pairs * batch * n <= k and 4 * -(-batch * n // 16) <= 3 * _gpu()[1])
         and share * batch >= wanted
         and 2 * batch * min(-(-n // 16), share) >= wanted
     ):

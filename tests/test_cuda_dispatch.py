@@ -62,8 +62,10 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     # Half of a stage of 128 inputs at the end.
     assert kernel(1, 64, k=8256, n=8192) == resident and kernel(1, None, k=8256) == decode
     # Many inputs for few outputs.
-    assert [kernel(2, 128, 8192, n) for n in (2048, 2064)] == [resident, decode]
-    assert [kernel(m, g, 8192, 2048, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [decode] * 2
+    other = "matmul_warpgroup" if warpgroups else "matmul_stream"
+    assert [kernel(2, 128, k, 1024) for k in (4096, 3968)] == [other, decode]
+    assert [kernel(2, 128, 8192, n) for n in (1584, 1600)] == [resident, decode]
+    assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [decode] * 2
     for mode, shift, there in (
         *((ShiftMode.ZEROS, jnp.uint8, True), (ShiftMode.OFFSETS, jnp.bfloat16, True)),
         *((ShiftMode.ZEROS, jnp.float32, False), (ShiftMode.TABLE, jnp.float32, False)),

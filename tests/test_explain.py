@@ -131,7 +131,8 @@ def test_kernels_on_cuda(monkeypatch):
     assert [kernel(1, 8192, 1024, bits=bits, group_size=g) for bits, g in ((4, 128), (8, 64))] == ["matmul_decode"] * 2
     assert [kernel(2, k, group_size=32, bits=8) for k in (21504, 21632)] == ["matmul_decode", "matmul_warpgroup"]
     assert [kernel(2, group_size=g) for g in (32, 64)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(2, 8192, n) for n in (2048, 2064)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(2, 8192, n) for n in (1584, 1600)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(2, k, 1024) for k in (4096, 3968)] == ["matmul_warpgroup", "matmul_decode"]
     assert [kernel(1, k) for k in (43008, 43136)] == ["matmul_decode", "matmul_warpgroup"]
     assert kernel(2, bits=8) == kernel(2, lead=(2,)) == "matmul_decode"
     modes = "integer_zeros", "float_zeros", "offsets"

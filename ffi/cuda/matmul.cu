@@ -68,8 +68,9 @@ bool decodes(const MatmulArgs& args, const Device& device) {
   const int groups = decode::stage_groups(args);
   if (ceil_div(args.k, 128) * (groups == 4 ? args.m : 1) > costs::kDecodeStages) return false;
   if (groups == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
-  // Of so many inputs two tokens take long to prepare.
-  if (args.m > 1 && resident::supports(args) && costs::kDecodePairs * outputs <= args.k) return false;
+  // For few outputs two tokens of many inputs take long to prepare.
+  const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
+  if (args.m > 1 && few && costs::kDecodePairs * outputs <= args.k && resident::supports(args)) return false;
   // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without, and a lone entry not
   // more than half of them.
   const int64_t share = device.multiprocessors / args.batch, wanted = device.multiprocessors * 9 / 10;
