@@ -49,27 +49,26 @@ def products(record: dict) -> Iterator[tuple[Measured, Expected]]:
 
 
 def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
-    bits, shifted = sweep["bits"], sweep["mode"] not in ("symmetric", "integer_zeros", "table")
+    bits, mode = sweep["bits"], sweep["mode"]
     ends = {32: 4, 64: 2}.get(sweep["group_size"], 1)
+    scheme = costs.Scheme(bits, ends, mode in ("integer_zeros", "float_zeros"), mode in ("float_zeros", "offsets"))
 
     def of(file: dict) -> Iterator[tuple[tuple, float]]:
         if "mma" in file:
             for config, us in costs.mma_times(m, k, n, 1, bits, MULTIPROCESSORS, costs.mma_of(file["mma"])):
                 yield ("mma", *config), us
             return
-        table = sweep["mode"] == "table"
+        table = mode == "table"
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
         for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, MULTIPROCESSORS, tiles):
             yield ("tiled", tokens, splits), us
         if not table:
             resident = costs.resident_of(file["resident"])
-            if bits == 4 and m <= resident.tokens:
-                for config, us in costs.resident_times(k, n, 1, ends, shifted, MULTIPROCESSORS, resident):
+            if bits == 4 and scheme.alike and m <= resident.tokens:
+                for config, us in costs.resident_times(k, n, 1, scheme, MULTIPROCESSORS, resident):
                     yield ("resident", *config), us
             numbers = costs.warpgroups_of(file["warpgroup"])
-            for config, us in costs.warpgroup_times(
-                m, k, n, 1, bits, ends, shifted, not shifted, MULTIPROCESSORS, numbers
-            ):
+            for config, us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
                 yield ("warpgroup", *config), us
 
     return of
@@ -122,7 +121,9 @@ def rounded(value: float) -> float:
 
 def fit(file: dict, cases: list[tuple[Measured, Expected]], groups: bool = False) -> None:
     loss, _ = judge(file, cases)
-    places = [at for at in numbers_of(file) if not groups or (at[:2] == ("warpgroup", "shapes") and at[-1] >= 5)]
+    places = list(numbers_of(file))
+    if groups:
+        places = [at for at in places if at[0] == "warpgroup" and at[1] in ("shapes", "rounded") and at[-1] >= 5]
     for step in progress(STEPS, label="steps"):
         better = True
         while better:

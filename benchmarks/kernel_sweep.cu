@@ -174,15 +174,19 @@ int check(int every, const char* only) {
           args.has_bias = variant != 2;
           args.activation = variant == 3 ? Activation::kRelu : Activation::kNone;
           const int64_t count = s.b * s.m * s.n;
-          std::vector<double> want, size;
+          // Of kernels that round weights `want` has the sum of those: a reference of their own.
+          std::vector<double> want, of_rounded, size;
+          bool rounds = false;
           const auto expect = [&] {
             if (!want.empty()) return;
-            want.resize(count), size.resize(count);
+            want.resize(count), of_rounded.resize(count), size.resize(count);
             reference<<<static_cast<unsigned>(ceil_div(count, 128)), 128>>>(args, static_cast<double*>(sum.data),
                                                                             static_cast<double*>(rounded.data),
                                                                             static_cast<double*>(magnitude.data));
             CHECK(cudaMemcpy(want.data(), sum.data, count * 8, cudaMemcpyDeviceToHost));
+            CHECK(cudaMemcpy(of_rounded.data(), rounded.data, count * 8, cudaMemcpyDeviceToHost));
             CHECK(cudaMemcpy(size.data(), magnitude.data, count * 8, cudaMemcpyDeviceToHost));
+            if (rounds) want.swap(of_rounded);
           };
           std::vector<float> got(count);
           const auto compare = [&](const char* kernel, int p0, int p1, int p2, int p3, auto&& launch) {
@@ -204,7 +208,6 @@ int check(int every, const char* only) {
             const bool narrow = args.y_dtype != DType::kF32;
             if (!narrow) worst = std::max(worst, error);
             // A weight that lies between two numbers may be rounded the other way.
-            const bool rounds = std::strcmp(kernel, "tiled") == 0 || std::strcmp(kernel, "mma") == 0;
             const double bound = narrow ? 4e-3 : rounds ? 2e-5 : xt == DType::kF32 ? 2e-6 : 1e-6;
             if (!(error < bound) && ++failed <= 20) {
               std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d %s %d %d %d %d: %g\n", s.b, s.m, s.k,
@@ -239,13 +242,9 @@ int check(int every, const char* only) {
                         [&] { return resident::launch(args, {cluster, parts}, shared_share(device, 1), nullptr); });
               }
           }
-          const bool in_tiles = only == nullptr || std::strcmp(only, "tiled") == 0 || std::strcmp(only, "mma") == 0;
-          if (device.architecture >= 80 && in_tiles && tiled::supports(args)) {
-            // Their own reference: each weight is rounded, which is no error of the sum.
-            std::vector<double> exact(count);
-            expect();
-            CHECK(cudaMemcpy(exact.data(), rounded.data, count * 8, cudaMemcpyDeviceToHost));
-            want.swap(exact);
+          if (device.architecture >= 80 && tiled::supports(args)) {
+            want.swap(of_rounded);
+            rounds = true;
             args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
             for (int tokens : {32, 64, 128})
               for (int splits : {1, 2, 3})
@@ -264,10 +263,13 @@ int check(int every, const char* only) {
                   compare("tiled", tokens, splits, multiprocessors, 0,
                           [&] { return tiled::launch(args, {multiprocessors, tokens, splits}, nullptr); });
                 }
-            want.swap(exact);
+            want.swap(of_rounded);
+            rounds = false;
           }
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
-          for (int tokens : {16, 32, 48, 64, 96, 128})
+          for (int tokens : {16, 32, 48, 64, 96, 128}) {
+            rounds = warpgroup::rounds(args, tokens);
+            if (rounds) want.swap(of_rounded);
             for (int warpgroups : {1, 2, 4})
               for (int cluster : {1, 2, 3, 4, 8})
                 if (warpgroups == 2 || tokens == 32 || tokens == 64 || (warpgroups == 1 && tokens == 16)) {
@@ -275,6 +277,8 @@ int check(int every, const char* only) {
                     return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr);
                   });
                 }
+            if (rounds) want.swap(of_rounded);
+          }
         }
   std::printf("%d cases, %d wrong, largest error %.3g of the terms' sum\n", cases, failed, worst);
   return failed != 0;

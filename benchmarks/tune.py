@@ -42,9 +42,13 @@ SWEEPS = (
     (4, 128, "bf16", "symmetric", "3,8,16", OTHERS),
     (4, 128, "bf16", "symmetric", MANY, "8192x8192,4096x14336,14336x4096,4096x4096,2048x8192"),
     *((8, group, "bf16", "symmetric", "8,16,32,48,64,96,128", "8192x8192,4096x14336") for group in (128, 0)),
-    *((4, 32, "bf16", shift, "16,32,64,128", "8192x8192,4096x14336,4096x4096") for shift in ("symmetric", "offsets")),
-    (4, 64, "bf16", "symmetric", "16,32,64,128", "8192x8192,4096x14336,4096x4096"),
-    (4, 128, "bf16", "offsets", "16,32,64,128", "8192x8192,4096x14336,4096x4096"),
+    *(
+        (4, group, "bf16", shift, "16,32,64,96,128", "8192x8192,4096x14336,4096x4096,5120x5120")
+        for group in (32, 64, 128)
+        for shift in ("symmetric", "offsets", "float_zeros")
+        if (group, shift) != (128, "symmetric")
+    ),
+    (4, 128, "bf16", "offsets", "192,256,512", "8192x8192,4096x4096"),
     *((4, g, "bf16", shift, "8", SHAPES) for g in (32, 64) for shift in ("symmetric", "integer_zeros", "offsets")),
     (4, 128, "bf16", "offsets", "8", SHAPES),
     (4, 64, "bf16", "table", "192,256,512,1024", "8192x8192,4096x4096"),

@@ -20,8 +20,32 @@ class Warpgroups(NamedTuple):
     stage: float  # 128 inputs, one CTA on a multiprocessor
     shared_stage: float  # two CTAs on it; 0: they do not fit
     start: float  # until the first product, and from the last to the result
-    group: float  # of a stage, for every group that ends in it but one; 0: no kernel for groups of 32 and 64
-    sum: float  # for every one, with float zeros or offsets; 0: a kernel only with scales of the activations' type
+    # Of a stage, for every group that ends in it but one (0: no kernel for groups of 32 and 64), and for every one with
+    # float zeros or offsets (0: a kernel only with scales of the activations' type). Where weights are rounded, what
+    # groups of 32 and 64 add to a stage, and zeros.
+    group: float
+    sum: float
+
+
+class Scheme(NamedTuple):
+    """What ``matmul_warpgroup`` wants to know of scales and zeros."""
+
+    bits: int
+    ends: int = 1  # groups that end in 128 inputs
+    zeros: bool = False  # of any kind
+    floats: bool = False  # zeros or offsets that are no bytes
+    alike: bool = True  # scales, and float zeros or offsets, of the type of the activations
+
+    @property
+    def plain(self) -> bool:
+        """As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``."""
+        return self.alike and not self.floats
+
+    def rounds(self, tokens: int) -> bool:
+        """As ``warpgroup::rounds`` there."""
+        if self.floats or not self.alike:
+            return self.alike
+        return tokens >= 64 if self.ends > 1 else self.bits == 4 and not self.zeros and tokens >= 96
 
 
 class Cluster(NamedTuple):
@@ -119,6 +143,7 @@ class WarpgroupCosts(NamedTuple):
     """What a kernel of warpgroups takes: ``warpgroup::Costs`` in ``ffi/cuda/matmul_warpgroup.h``."""
 
     shapes: tuple[Warpgroups, ...]
+    rounded: tuple[Warpgroups, ...]  # none: shapes are for weights of either kind
     clusters: tuple[Cluster, ...]
     memory: float  # bytes of weights per microsecond
     alone_ctas: int  # of a cluster at most where two CTAs do not share a multiprocessor
@@ -126,9 +151,9 @@ class WarpgroupCosts(NamedTuple):
 
 
 def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
-    shapes = tuple(Warpgroups(*shape) for shape in values["shapes"])
+    shapes, rounded = (tuple(Warpgroups(*shape) for shape in values[key]) for key in ("shapes", "rounded"))
     clusters = tuple(Cluster(*cluster) for cluster in values["clusters"])
-    fields: dict[str, Any] = values | {"shapes": shapes, "clusters": clusters}
+    fields: dict[str, Any] = values | {"shapes": shapes, "rounded": rounded, "clusters": clusters}
     return WarpgroupCosts(**fields)
 
 
@@ -144,30 +169,27 @@ _SHARED_BYTES = 227 << 10  # of a CTA on an H100
 
 
 def warpgroup_times(
-    m: int,
-    k: int,
-    n: int,
-    batch: int,
-    bits: int,
-    ends: int,
-    sums: bool,
-    plain: bool,
-    multiprocessors: int,
-    costs: WarpgroupCosts,
+    m: int, k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: WarpgroupCosts
 ) -> Iterator[tuple[tuple[int, int, int], float]]:
-    """Of every configuration, (tokens, warpgroups, cluster): ``ends`` groups end in 128 inputs; ``plain`` as
-    ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu`` says.
-    """
-    stages, reading = -(-k // 128), batch * n * k * bits / 8 / costs.memory
-    for shape in costs.shapes:
+    """Of every configuration, (tokens, warpgroups, cluster)."""
+    stages, reading, ends = -(-k // 128), batch * n * k * scheme.bits / 8 / costs.memory, scheme.ends
+    choices = [
+        (shape, (ends - 1) * shape.group + ends * shape.sum * scheme.floats)
+        for shape in costs.shapes
+        if not (costs.rounded and scheme.rounds(shape.tokens)) and (scheme.plain or shape.sum)
+    ]
+    choices += [
+        (shape, (ends > 1) * shape.group + scheme.zeros * shape.sum)
+        for shape in costs.rounded
+        if scheme.rounds(shape.tokens)
+    ]
+    for shape, more in choices:
         if (
             (shape.tokens < costs.one_pass and m > shape.tokens)
             or shape.tokens >= 2 * m + 32
-            or (not plain and shape.sum == 0)
             or (ends > 1 and shape.group == 0)
         ):
             continue
-        more = (ends - 1) * shape.group + ends * shape.sum * sums
         blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)
         for cluster in costs.clusters:
             if cluster.ctas > costs.alone_ctas and shape.shared_stage == 0:
@@ -235,20 +257,18 @@ def _resident_bytes(n: int, stages: int, parts: int, cluster: int, sums: bool) -
 
 
 def resident_times(
-    k: int, n: int, batch: int, ends: int, sums: bool, multiprocessors: int, costs: Resident
+    k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: Resident
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """Of every configuration, (cluster, parts): ``ends`` groups end in 128 inputs, with ``sums`` of activations for
-    float zeros or offsets.
-    """
+    """Of every configuration, (cluster, parts)."""
     atoms = _ceil(n, 16)
-    stage = costs.stages + costs.groups * (ends > 1) + costs.sums * sums
+    stage = costs.stages + costs.groups * (scheme.ends > 1) + costs.sums * scheme.floats
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
         stages = _ceil(_ceil(k, 128), cluster.ctas)
-        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas, sums) > _SHARED_BYTES:
+        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas, scheme.floats) > _SHARED_BYTES:
             continue
         part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
         passes = _ceil(part_atoms, 4)
-        us = costs.start + costs.adding * sums + cluster.start
+        us = costs.start + costs.adding * scheme.floats + cluster.start
         us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
         yield (cluster.ctas, parts), us + costs.words * part_atoms * stages / 16

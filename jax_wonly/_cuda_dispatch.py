@@ -152,19 +152,24 @@ def _plain(n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> 
     return scale_dtype == x_dtype and shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8 and n % 16 == 0
 
 
-def _warpgroup(
-    m: int, k: int, n: int, batch: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
-) -> float:
-    ends = {32: 4, 64: 2}.get(k // groups, 1)  # of groups, in 128 inputs
-    sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    plain = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    return _least(_cuda_costs.warpgroup_times(m, k, n, batch, bits, ends, sums, plain, _gpu()[1], _WARPGROUPS))
+def _scheme(
+    k: int, n: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
+) -> _cuda_costs.Scheme:
+    floats = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
+    if floats:
+        alike = scale_dtype == shift_dtype == x_dtype and n % 8 == 0
+    else:
+        alike = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    ends = {32: 4, 64: 2}.get(k // groups, 1) if groups > 1 else 1
+    return _cuda_costs.Scheme(bits, ends, shift_mode == ShiftMode.ZEROS, floats, alike)
 
 
-def _resident(k: int, n: int, batch: int, groups: int, shift_mode: ShiftMode, shift_dtype) -> float:
-    ends = {32: 4, 64: 2}.get(k // groups, 1) if groups > 1 else 1  # of groups, in 128 inputs
-    sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    times = _cuda_costs.resident_times(k, n, batch, ends, sums, _gpu()[1], _RESIDENT)
+def _warpgroup(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
+    return _least(_cuda_costs.warpgroup_times(m, k, n, batch, scheme, _gpu()[1], _WARPGROUPS))
+
+
+def _resident(k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
+    times = _cuda_costs.resident_times(k, n, batch, scheme, _gpu()[1], _RESIDENT)
     return min((us for _, us in times), default=math.inf)
 
 
@@ -221,16 +226,15 @@ def kernel(
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
     exact = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     small_groups = k // groups in (32, 64) and groups > 1
-    plain = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    sums = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    always = exact and (small_groups or plain or (sums and resident))
+    scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    always = exact and (small_groups or scheme.plain or (scheme.floats and resident))
     streamed = m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if exact and not streamed:
-        other = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+        other = _warpgroup(m, k, n, batch, scheme)
     elif not streamed:
         other = _stream(m, batch * n * k * bits / 8, False)
-    if resident and _resident(k, n, batch, groups, shift_mode, shift_dtype) < other:
+    if resident and _resident(k, n, batch, scheme) < other:
         return "matmul_resident"
     if not streamed:
         least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
@@ -244,6 +248,17 @@ def kernel(
             if _mma(m, k, n, batch, bits) < other:
                 return "matmul_mma"
     return "matmul_stream"
+
+
+def rounds_weights(m: int, k: int, n: int, batch: int, bits: int, x_dtype, *scales, groups: int) -> bool:
+    """Whether the kernel for ``[batch, m, k] x [batch, k, n]`` rounds weights to the type of x; ``scales`` as there."""
+    name = kernel(m, k, n, batch, bits, x_dtype, *scales, groups=groups)
+    if name != "matmul_warpgroup":
+        return name in ("matmul_tiled", "matmul_mma")
+    scheme = _scheme(k, n, bits, groups, x_dtype, *scales)
+    times = _cuda_costs.warpgroup_times(m, k, n, batch, scheme, _gpu()[1], _WARPGROUPS)
+    (tokens, *_), _ = min(times, key=lambda pair: pair[1])
+    return scheme.rounds(tokens)
 
 
 def estimate(
@@ -267,7 +282,8 @@ def estimate(
     rate = _DENSE_FLOAT32 if wide else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
     dense = dense_bytes / _MEMORY + m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
     if _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        fused = _warpgroup(m, k, n, batch, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+        scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+        fused = _warpgroup(m, k, n, batch, scheme)
     else:
         fused = _stream(m, weights, wide)
     if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
@@ -391,8 +407,8 @@ def conv_times(
     times = _cuda_costs.tiled_times(pixels // phases, n, stages, phases, _gpu()[1], _CONV_TILES)
     found = {("tiled", *config): us for config, us in times}
     if warpgroups:
-        of_taps = (pixels, taps * k, n, 1, bits, 1, False, True)
-        times = _cuda_costs.warpgroup_times(*of_taps, _gpu()[1], _CONV_WARPGROUPS)
+        scheme = _cuda_costs.Scheme(bits)
+        times = _cuda_costs.warpgroup_times(pixels, taps * k, n, 1, scheme, _gpu()[1], _CONV_WARPGROUPS)
         found |= {("warpgroup", *config): us for config, us in times}
     return found
 

@@ -40,6 +40,8 @@ class Explanation:
       path: ``"kernel"`` (the fused kernels), ``"dequantize"`` (dense weights for XLA's product) or ``"xla"`` (XLA's own
         operations alone).
       kernel: the kernel on the path: on CUDA its name, on CPUs the instruction set; None without one.
+      rounds_weights: whether weights are rounded to 16 bits, the type of x, before they are multiplied; None where that
+        is not known: gradients, experts and quantized activations.
       targets: the custom calls of the program.
       reason: why this path.
       dtype: of the activations.
@@ -66,6 +68,7 @@ class Explanation:
     device: str
     path: str
     kernel: str | None
+    rounds_weights: bool | None
     targets: tuple[str, ...]
     reason: str
     dtype: str
@@ -106,8 +109,9 @@ class Explanation:
 
     def __repr__(self) -> str:
         lead = f"{self.batch} x " if self.batch > 1 else ""
+        rounded = f", weights rounded to {self.dtype}" if self.rounds_weights else ""
         path = {
-            "kernel": f"fused kernel{f' ({self.kernel})' if self.kernel else ''}",
+            "kernel": f"fused kernel{f' ({self.kernel}{rounded})' if self.kernel else ''}",
             "dequantize": "dequantize, then XLA's dense product",
             "xla": "XLA's operations",
         }[self.path]
@@ -227,6 +231,7 @@ def explain(
     shift = weight.zeros if weight.offsets is None else weight.offsets
     mode = shift_mode_of(weight.zeros, weight.offsets) if weight.table is None else ShiftMode.TABLE
     kernel = kernel_us = dequantize_us = None
+    rounds = None if experts or transpose or activation_quantization is not None else x.dtype.itemsize == 2
     fused = weight.table is None or x.dtype.itemsize == 2  # as matmul's primitive has it
     if platform == "cuda" and not experts and not transpose and fused:
         operands = (m, k, n, batch, bits, x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
@@ -234,6 +239,7 @@ def explain(
         kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands, groups=groups)
         if _abi.MATMUL in targets:
             kernel = _cuda_dispatch.kernel(*operands, groups=groups)
+            rounds = mode == ShiftMode.TABLE or _cuda_dispatch.rounds_weights(*operands, groups=groups)
         elif _abi.QUANTIZED_MATMUL in targets:
             kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
@@ -249,6 +255,7 @@ def explain(
         device=_device(platform),
         path=path,
         kernel=kernel if path == "kernel" else None,
+        rounds_weights=rounds and not (platform == "cpu" and path == "kernel"),
         targets=targets,
         reason=why
         or _reason_of_codes(bound, targets, platform, weight)

@@ -178,8 +178,8 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype)
         x, bias = _x(rng, (m, k), dtype), (rng.normal(1, 3, n).astype(np.float32) if has_bias else None)
         columns = np.arange(n) if n <= 1024 else rng.choice(n, 256, replace=False)
-        kernel = explain(x, weight.qt, platform=platform, implementation=platform).kernel or ""
-        rounded = weight.table is not None or kernel in ("matmul_tiled", "matmul_mma")
+        found = explain(x, weight.qt, platform=platform, implementation=platform)
+        kernel, rounded = found.kernel or "", weight.table is not None or bool(found.rounds_weights)
 
         def check(
             y, x=x, weight=weight, columns=columns, bias=bias, activation=activation, dtype=dtype, rounded=rounded

@@ -6,7 +6,6 @@ import numpy as np
 from reference import DTYPES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
-from jax_wonly import _cuda_dispatch
 
 # Inputs and outputs that are no multiples of a tile, for each group size.
 SHAPES = {32: (96, 70), 64: (192, 130), 128: (384, 67), 256: (256, 33), None: (101, 129)}
@@ -20,7 +19,7 @@ def check_cross_product(rng, *, bits, mode, x_dtype, scale_dtype, group_size, im
     for m in rows:
         x = random_x(rng, (m, k), x_dtype)
         y = jw.matmul(x, weight.qt, implementation=implementation)
-        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, m=m, mode=mode))
+        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, x, weight.qt))
 
 
 def check_epilogue(rng, *, bits, mode, x_dtype, activation, out_dtype, implementation, m=5):
@@ -42,7 +41,7 @@ def check_epilogue(rng, *, bits, mode, x_dtype, activation, out_dtype, implement
         bias=bias,
         activation=activation,
         out_dtype=out_dtype,
-        rounded_weights=rounds_weights(implementation, m=m, mode=mode),
+        rounded_weights=rounds_weights(implementation, x, weight.qt),
     )
 
 
@@ -53,7 +52,7 @@ def check_broadcasting(
     weight = random_weight(rng, 64, 70, group_size=32, mode=mode, lead=weight_lead)
     x = random_x(rng, (64,) if vector else (*x_lead, 3, 64), x_dtype)
     y = jw.matmul(x, weight.qt, implementation=implementation)
-    assert_product(y, x, weight, rounded_weights=rounds_weights(implementation))
+    assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, x, weight.qt))
 
 
 def check_non_finite(rng, implementation=None):
@@ -74,7 +73,7 @@ def check_zero_scales(rng, *, mode, group_size, x_dtype, implementation=None):
     for m in (1, 7, 16, 40, 70, 96):
         x = random_x(rng, (m, 512), x_dtype)
         y = jw.matmul(x, weight.qt, implementation=implementation)
-        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, m=m, mode=mode))
+        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, x, weight.qt))
 
 
 def check_gradients(rng, *, bits, mode, implementation=None):
@@ -117,11 +116,10 @@ def check_gradients(rng, *, bits, mode, implementation=None):
             np.testing.assert_allclose(dfloats["offsets"], per_group.sum(-2), **close)
 
 
-def rounds_weights(implementation, *, m=0, mode="symmetric") -> bool:
-    """Whether weights may be rounded to the type of x on the way: in a dense product, which None may choose too.
-
-    Of the CUDA kernels those for many rows do it, which also take over early where others read weights repeatedly:
-    scales, zeros or offsets in rows that are not 16-byte aligned, and any on other architectures than sm_90.
+def rounds_weights(implementation, x=None, qt=None) -> bool:
+    """Whether weights may be rounded to the type of x on the way: in a dense product, which None may choose too, and in
+    those CUDA kernels of which `explain` says so.
     """
-    many = 16 if mode in ("float_zeros", "offsets") or not _cuda_dispatch.has_warpgroups() else 96
-    return implementation in (None, "xla", "dequantize") or (implementation == "cuda" and m > many)
+    if implementation == "cuda" and qt is not None:
+        return bool(jw.explain(x, qt, platform="cuda", implementation="cuda").rounds_weights)
+    return implementation in (None, "xla", "dequantize")

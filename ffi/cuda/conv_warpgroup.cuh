@@ -117,9 +117,18 @@ cudaError_t launch_bits(const ConvArgs& conv, const warpgroup::Config& config, c
   if (cudaError_t error = describe_pixels(conv, config.tokens, &maps.x); error != cudaSuccess) return error;
   const auto launch = [&](auto warpgroups, auto pixels) {
     // Of few pixels converting codes takes longer than scaling sums.
-    constexpr warpgroup::Kind kKind = pixels.value < 64 ? warpgroup::Kind::kPlain : warpgroup::Kind::kRounded;
-    using S = warpgroup::Shape<Pixels, X, kBits, pixels.value, warpgroups.value, 2, kKind>;
-    return warpgroup::launch_stages<S>(params, maps, (params.halves + 1) / 2, config, stream);
+    const auto launch_kind = [&](auto kind) {
+      using S = warpgroup::Shape<Pixels, X, kBits, pixels.value, warpgroups.value, 2, kind.value>;
+      return warpgroup::launch_stages<S>(params, maps, (params.halves + 1) / 2, config, stream);
+    };
+    using warpgroup::Kind;
+    if constexpr (pixels.value < 64) {
+      return launch_kind(std::integral_constant<Kind, Kind::kPlain>{});
+    } else if (args.shift_mode == ShiftMode::kNone) {
+      return launch_kind(std::integral_constant<Kind, Kind::kRounded>{});
+    } else {
+      return launch_kind(std::integral_constant<Kind, Kind::kRoundedAndZeros>{});
+    }
   };
   using std::integral_constant;
   constexpr integral_constant<int, 1> one;

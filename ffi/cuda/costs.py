@@ -23,15 +23,13 @@ def array(kind: str, name: str, rows: list) -> str:
 
 
 def of_warpgroups(name: str, costs: dict) -> str:
-    shapes, clusters = f"{name}Shapes", f"{name}Clusters"
-    arrays = array("warpgroup::Cost", shapes, costs["shapes"])
-    arrays += array("warpgroup::ClusterCost", clusters, costs["clusters"])
-    others = ", ".join(number(value) for key, value in costs.items() if key not in ("shapes", "clusters"))
-    sizes = len(costs["shapes"]), len(costs["clusters"])
-    return (
-        arrays
-        + f"inline constexpr warpgroup::Costs {name}{{{shapes}, {sizes[0]}, {clusters}, {sizes[1]}, {others}}};\n"
-    )
+    lines, fields = "", []
+    for key, kind in (("shapes", "Cost"), ("rounded", "Cost"), ("clusters", "ClusterCost")):
+        if costs[key]:
+            lines += array(f"warpgroup::{kind}", f"{name}{key.capitalize()}", costs[key])
+        fields += [f"{name}{key.capitalize()}" if costs[key] else "nullptr", str(len(costs[key]))]
+    fields += [number(value) for value in costs.values() if not isinstance(value, list)]
+    return lines + f"inline constexpr warpgroup::Costs {name}{{{', '.join(fields)}}};\n"
 
 
 def in_tiles(kind: str, name: str, costs: dict) -> str:

@@ -21,6 +21,14 @@ bool is_plain(const MatmulArgs& args) {
          (args.shift_mode == ShiftMode::kNone || (zeros && args.n % 16 == 0));
 }
 
+bool rounds(const MatmulArgs& args, int tokens) {
+  const bool shifted = args.shift_mode != ShiftMode::kNone;
+  if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
+  if (!is_plain(args)) return false;
+  const int log2 = log2_group_blocks(args);
+  return log2 == 0 || log2 == 1 ? tokens >= 64 : args.bits == 4 && !shifted && tokens >= 96;
+}
+
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {
   const float stages = static_cast<float>(ceil_div(args.k, 128));
   const int log2 = log2_group_blocks(args);
@@ -30,12 +38,10 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
   float least = 0.f;
-  for (int i = 0; i < costs.shape_count; ++i) {
-    const Cost& cost = costs.shapes[i];
-    if (cost.tokens < costs.one_pass && args.m > cost.tokens) continue;  // would read the weights again
-    if (cost.tokens >= 2 * args.m + 32) continue;                        // mostly other tokens' work, not recorded
-    if ((!plain && cost.sum == 0.f) || (groups > 1.f && cost.group == 0.f)) continue;
-    const float more = (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f);
+  const auto consider = [&](const Cost& cost, float more) {
+    if (cost.tokens < costs.one_pass && args.m > cost.tokens) return;  // would read the weights again
+    if (cost.tokens >= 2 * args.m + 32) return;                        // mostly other tokens' work, not recorded
+    if (groups > 1.f && cost.group == 0.f) return;
     const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
     for (int j = 0; j < costs.cluster_count; ++j) {
       const ClusterCost& cluster = costs.clusters[j];
@@ -53,6 +59,17 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
         *config = {cost.tokens, cost.warpgroups, cluster.ctas, multiprocessors};
       }
     }
+  };
+  for (int i = 0; i < costs.shape_count; ++i) {
+    const Cost& cost = costs.shapes[i];
+    if (costs.rounded_count > 0 && rounds(args, cost.tokens)) continue;
+    if (!plain && cost.sum == 0.f) continue;
+    consider(cost, (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f));
+  }
+  for (int i = 0; i < costs.rounded_count; ++i) {
+    const Cost& cost = costs.rounded[i];
+    if (!rounds(args, cost.tokens)) continue;
+    consider(cost, (groups > 1.f ? cost.group : 0.f) + (args.shift_mode == ShiftMode::kZeros ? cost.sum : 0.f));
   }
   return least;
 }

@@ -5,13 +5,20 @@
 // scales by bulk copies, the activations by the tensor copy engine. Each warpgroup turns its codes into 16-bit numbers
 // (code - zero) * 2^-13, which is exact for integer zeros: a mask (the pattern is the subnormal number code * 2^-133 or
 // code * 2^-24) and one fused multiply-add. The sums of a group stay exact products of 16-bit numbers in float32; the
-// group's scale multiplies them there. Zeros that are no integers, and offsets, multiply the sum of the group's
+// group's scale multiplies them there.
+//
+// Instructions are what bounds the warpgroups of outputs, so where scaling sums takes more of them, weights are rounded
+// to the type of the activations as those of a dense product are (`rounds` says where): one multiply-add turns a masked
+// code into a weight, two where there are zeros, and sums run through all groups.
+//
+// Zeros that are no integers, and offsets, of another type than the activations multiply the sum of the group's
 // activations instead. Another warpgroup, or two, make those sums, a narrow product of the activations by ones, and
 // what multiplies them. From 64 tokens on that is one more product, of the sums and of zeros in units of the scale,
-// both as bf16 numbers that add up to a float32: instructions are what bounds the warpgroups of outputs. CTAs of a
-// cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's result
-// does not depend on the others of a call; the size of the cluster, and with it the order of its sums, may depend on
-// how many there are (matmul.cu).
+// both as bf16 numbers that add up to a float32.
+//
+// CTAs of a cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's
+// result does not depend on the others of a call; the size of the cluster, and with it the order of its sums, and
+// whether weights are rounded may depend on how many there are (matmul.cu).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,10 +56,13 @@ using ptx::kArrivals;
 
 // What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 80).
 enum class Kind {
-  kPlain,    // scales of the activations' type, copied even if there is one group, and uint8 zeros or none
-  kOther,    // scales of any type, and uint8 zeros or none
-  kSums,     // scales of any type, and zeros that are no integers, or offsets
-  kRounded,  // as kPlain, of weights that are rounded to the activations' type: sums need no scaling
+  kPlain,  // scales of the activations' type, copied even if there is one group, and uint8 zeros or none
+  kOther,  // scales of any type, and uint8 zeros or none
+  kSums,   // scales of any type, and zeros that are no integers, or offsets
+  // Weights rounded to the activations' type, as matmul_tiled's: sums need no scaling. Scales and shifts of that type,
+  // copied as those of kPlain.
+  kRounded,          // offsets or none
+  kRoundedAndZeros,  // zeros, also uint8
 };
 
 struct Params {
@@ -61,11 +71,13 @@ struct Params {
   int token_tiles;
   int stages, more_stages;  // of 128 inputs, for every rank; as many ranks have one more
   int log2_group_blocks;    // group size = 32 << this; -1: one scale per output
+  int stage_groups;         // of rounded weights: groups that end in a stage, 4, 2 or 1
 };
 
-// The scales and shifts only where groups are smaller than a stage.
+// The scales and shifts only where groups are smaller than a stage; `last` for a tile that is not full: the engine
+// takes longer for rows beyond the last token than for those that are there (docs/performance.md, log 95).
 struct Maps {
-  CUtensorMap x, scales, shifts;
+  CUtensorMap x, last, scales, shifts;
 };
 
 // What a tile's tokens and their inputs are: rows of the activations here, pixels and taps in conv_warpgroup.cuh. A
@@ -84,7 +96,8 @@ struct Shape {
   static constexpr int kTokens = kTokens_;
   static constexpr int kWarpgroups = kWarpgroups_;  // 64 outputs each
   static constexpr int kFlushes = kFlushes_;        // group ends in a stage: 4, 2 or 1 for groups of 32, 64, more
-  static constexpr bool kRounded = kKind == Kind::kRounded;
+  static constexpr bool kZeros = kKind == Kind::kRoundedAndZeros;
+  static constexpr bool kRounded = kKind == Kind::kRounded || kZeros;
   static constexpr bool kPlain = kKind == Kind::kPlain || kRounded, kSums = kKind == Kind::kSums;
   static constexpr bool kAnyScales = !kPlain || Source::kWindows;  // not of the activations' type alone
   static constexpr bool kMultipliesSums = kSums && kTokens >= 64;  // on tensor cores
@@ -93,7 +106,7 @@ struct Shape {
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
   static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
-  static_assert((kWarpgroups == 2 || kPlain) && (kFlushes == 2 || !kRounded));
+  static_assert(kWarpgroups == 2 || kPlain);
 
   // Four warpgroups fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the other starts
   // or ends; from 64 tokens on the accumulators of two leave no room for that.
@@ -106,7 +119,7 @@ struct Shape {
   static_assert(kConsumerRegisters <= 232);
 
   // A unit is what the tensor cores work on while the codes of the next are converted.
-  static constexpr int kUnits = kFlushes == 4 ? 4 : 2;
+  static constexpr int kUnits = kFlushes == 4 && !kRounded ? 4 : 2;
   static constexpr int kUnitSteps = kStageSteps / kUnits;
 
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
@@ -115,7 +128,7 @@ struct Shape {
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
   // Of as many groups as end in a stage; every type has room.
   static constexpr int kScaleBytes = kFlushes * kRows * (kAnyScales ? 4 : 2);
-  static constexpr int kShiftBytes = kFlushes * kRows * (kPlain ? 1 : 4);
+  static constexpr int kShiftBytes = kFlushes * kRows * (kRounded ? 2 : kPlain ? 1 : 4);
   // Of float zeros and offsets: sums of activations and what multiplies them, as operands of a product or in float32,
   // and scales in float32.
   static constexpr int kNumberBytes = kMultipliesSums ? kPiecesBytes : 4;
@@ -164,12 +177,12 @@ struct Convert {
   }
 };
 
-// Codes whose zero may be any integer, for Convert of rounded_weights.cuh.
-template <typename X_, int kBits_>
+// For Convert of rounded_weights.cuh.
+template <typename X_, int kBits_, bool kZeros_>
 struct RoundedShape {
   using X = X_;
   static constexpr int kBits = kBits_;
-  static constexpr bool kZeros = true, kTable = false;
+  static constexpr bool kZeros = kZeros_, kTable = false;
 };
 
 // A operands of the steps of 16 inputs that half a vector of a lane's words holds: 2 for int4, 1 for int8.
@@ -208,14 +221,18 @@ __device__ __forceinline__ float2 to_floats(uint32_t pair) {
   }
 }
 
-// The same of weights that are rounded.
-template <typename X, int kBits>
-__device__ __forceinline__ void convert_half(uint32_t low, uint32_t high, const Affine& of_low, const Affine& of_high,
-                                             uint32_t (*a)[4]) {
-  using C = wonly::Convert<RoundedShape<X, kBits>>;
+// The same of weights that are rounded. With zeros the codes less those are rounded first.
+template <bool kZeros>
+struct Factors {
+  Affine affine;
+};
+template <typename X, int kBits, bool kZeros>
+__device__ __forceinline__ void convert_half(uint32_t low, uint32_t high, const Factors<kZeros>& of_low,
+                                             const Factors<kZeros>& of_high, uint32_t (*a)[4]) {
+  using C = wonly::Convert<RoundedShape<X, kBits, kZeros>>;
   uint32_t l[16 / kBits], h[16 / kBits];
-  C::weights(low, of_low, {}, l);
-  C::weights(high, of_high, {}, h);
+  C::weights(low, of_low.affine, {}, l);
+  C::weights(high, of_high.affine, {}, h);
 #pragma unroll
   for (int i = 0; i < 16 / kBits; ++i) {
     a[i / 2][i % 2 * 2] = l[i];
@@ -349,9 +366,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
 
   const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
+  const int stage_groups = S::kRounded && S::kFlushes == 4 ? params.stage_groups : S::kFlushes;
   const bool has_zeros = !S::kSums && args.shift_mode == ShiftMode::kZeros;
   const int scale_size = S::kAnyScales ? element_size(args.scale_dtype) : 2;
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : S::kPlain ? 1 : element_size(args.shift_dtype);
+  const bool one_byte = S::kPlain && !S::kRounded;
+  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : one_byte ? 1 : element_size(args.shift_dtype);
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
@@ -364,7 +383,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int token_blocks = (tokens + 7) / 8;
   const int most_blocks = (token_blocks + params.cluster - 1) / params.cluster;  // of a rank
 
-  if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(&maps.x);
+  const bool last_tile = !S::Source::kWindows && tokens < S::kTokens;
+  const CUtensorMap* const x_map = last_tile ? &maps.last : &maps.x;
+  if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(x_map);
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + i, producers);
@@ -416,18 +437,18 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         uint64_t* done = full + at.slot;
         const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
         const int factors =
-            S::kFlushes > 1 ? S::kFlushes * S::kRows * (scale_size + shift_size) : scale_row_bytes + shift_row_bytes;
-        const int mine = producer == 0 ? S::kXBytes : producer == 1 && grouped ? factors : 0;
+            S::kFlushes > 1 ? stage_groups * S::kRows * (scale_size + shift_size) : scale_row_bytes + shift_row_bytes;
+        const int mine = producer == 0 ? tokens * (kStageK * 2) : producer == 1 && grouped ? factors : 0;
         ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
         if (producer < row_tiles) {
           ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
                          words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
         }
         if (producer == 0) {
-          ptx::tensor_copy_3d(to, &maps.x, stage * kStageK, m0, x_batch, done);
-          ptx::tensor_copy_3d(to + S::kHalfBytes, &maps.x, stage * kStageK + 64, m0, x_batch, done);
+          ptx::tensor_copy_3d(to, x_map, stage * kStageK, m0, x_batch, done);
+          ptx::tensor_copy_3d(to + S::kHalfBytes, x_map, stage * kStageK + 64, m0, x_batch, done);
         } else if (producer == 1 && S::kFlushes > 1) {
-          const int first = stage * S::kFlushes, n = static_cast<int>(n0);
+          const int first = stage * stage_groups, n = static_cast<int>(n0);
           ptx::tensor_copy_3d(to + S::kScalesAt, &maps.scales, n, first, scales_batch, done);
           if (shift_size > 0) ptx::tensor_copy_3d(to + S::kShiftsAt, &maps.shifts, n, first, shifts_batch, done);
         } else if (producer == 1 && grouped) {
@@ -526,6 +547,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
     uint4 words[kShared ? 1 : S::kUnitSteps / kVectorSteps];
     uint32_t zero_bits[2], scale_bits[2];
+    // Of rounded weights: scales and shifts of the groups of a unit.
+    constexpr int kGroupSteps = kStageSteps / S::kFlushes, kUnitGroups = (S::kUnitSteps - 1) / kGroupSteps + 1;
+    uint32_t group_scales[kUnitGroups][2], group_shifts[kUnitGroups][2];
+    Affine affine[2];
+    // An offset is that of the group, or its scale times what the bias of a code makes of it.
+    using Rounded = wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>;
+    const bool has_offsets = args.shift_mode == ShiftMode::kOffsets;
+    const int offsets_at = has_offsets ? S::kShiftsAt : S::kScalesAt;
+    const uint32_t offset_factor = Rounded::pair((has_offsets ? 1.f : -kBias) * Rounded::kUnit);
     RingPosition<S::kStages> at;
     const auto stage_data = [&]() { return ring + at.slot * S::kStageBytes; };
     const auto wait_full = [&]() { ptx::barrier_wait(full + at.slot, at.phase); };
@@ -543,26 +573,55 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
         }
       }
-      if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
+      if constexpr (S::kRounded) {
+        if (unit * S::kUnitSteps % kGroupSteps != 0) return;
+#pragma unroll
+        for (int i = 0; i < kUnitGroups; ++i) {
+          const int group = unit * S::kUnitSteps / kGroupSteps + i;
+          const int at_row = (S::kFlushes == 4 ? group * stage_groups / 4 : group) * S::kRows + row;
+          load_pair(data + S::kScalesAt + at_row * scale_size, args.scale_dtype, group_scales[i]);
+          if (!S::kZeros) {
+            load_pair(data + offsets_at + at_row * 2, args.x_dtype, group_shifts[i]);
+          } else if (shift_size == 1) {
+            const uint8_t* of_row = data + S::kShiftsAt + at_row;
+            group_shifts[i][0] = of_row[0], group_shifts[i][1] = of_row[8];
+          } else {
+            load_pair(data + S::kShiftsAt + at_row * 2, args.x_dtype, group_shifts[i]);
+          }
+        }
+      } else if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
         const uint8_t* from = data + S::kShiftsAt + unit * S::kRows + row;
         zero_bits[0] = from[0], zero_bits[1] = from[8];
       }
-      if (S::kRounded) {
-        load_pair(data + S::kScalesAt + (unit * S::kRows + row) * scale_size, args.scale_dtype, scale_bits);
+    };
+    const auto set_affine = [&](const uint32_t (&scales_of)[2], const uint32_t (&shifts_of)[2]) {
+      const auto pair = [](uint32_t bits) { return __byte_perm(bits, bits, 0x1010); };
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t scale_pair = pair(scales_of[i]), shift_pair = pair(shifts_of[i]);
+        if (S::kAnyScales && args.scale_dtype != args.x_dtype) {
+          const float wide = from_bits(scales_of[i], args.scale_dtype);
+          scale_pair = from_float2<X>(wide, wide);
+        }
+        if (S::kZeros && shift_size == 1) {
+          shift_pair = from_float2<X>(static_cast<float>(shifts_of[i]), static_cast<float>(shifts_of[i]));
+        }
+        affine[i] = Rounded::affine_of_pairs(scale_pair, shift_pair);
+        if (!S::kZeros) affine[i].offset = Rounded::fma(shift_pair, offset_factor, 0x80008000u);
       }
     };
     const auto convert_unit = [&](int unit) {
+      uint32_t (&to)[S::kUnitSteps][4] = codes[unit % 2];
       if constexpr (S::kRounded) {
-        Affine affine[2];
+        constexpr int kHalfSteps = kVectorSteps / 2;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float zero = has_zeros ? static_cast<float>(zero_bits[i]) : kBias;
-          affine[i] =
-              wonly::Convert<RoundedShape<X, S::kBits>>::affine(from_bits(scale_bits[i], args.scale_dtype), zero);
-        }
-#pragma unroll
-        for (int step = 0; step < S::kUnitSteps; step += kVectorSteps) {
-          convert<X, S::kBits>(words[step / kVectorSteps], affine[0], affine[1], codes[unit % 2] + step);
+        for (int step = 0; step < S::kUnitSteps; step += kHalfSteps) {
+          const int first = unit * S::kUnitSteps + step;
+          if (first % kGroupSteps == 0) set_affine(group_scales[step / kGroupSteps], group_shifts[step / kGroupSteps]);
+          const uint4& both = words[kShared ? 0 : step / kVectorSteps];
+          const bool second = first / kHalfSteps % 2 == 1;
+          convert_half<X, S::kBits>(second ? both.z : both.x, second ? both.w : both.y, Factors<S::kZeros>{affine[0]},
+                                    Factors<S::kZeros>{affine[1]}, to + step);
         }
         return;
       }
@@ -570,7 +629,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #pragma unroll
         for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(zero_bits[i]));
       }
-      uint32_t (&to)[S::kUnitSteps][4] = codes[unit % 2];
       if constexpr (kShared) {
         const uint4& both = words[0];
         convert_half<X, S::kBits>(unit % 2 == 0 ? both.x : both.z, unit % 2 == 0 ? both.y : both.w, zero[0], zero[1],
@@ -639,52 +697,76 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       load_unit(data, 0);
       convert_unit(0);
     }
-    for (int index = 0; index < stage_count; ++index) {
-      const uint64_t x = ptx::wgmma_descriptor(data);
-      const int slot = at.slot;
+    if constexpr (S::kRounded) {
+      // One unit is converted while the tensor cores work on the one before.
+      for (int index = 0; index < stage_count; ++index) {
+        const uint64_t x = ptx::wgmma_descriptor(data);
+        const int slot = at.slot;
 #pragma unroll
-      for (int unit = 0; unit < S::kUnits; ++unit) {
-        const bool last = unit + 1 == S::kUnits, flushes = !S::kRounded && (S::kFlushes > 1 || last);
-        const int group = S::kFlushes > 1 ? unit : 0;
-        if (!last) load_unit(data, unit + 1);
-        if (flushes) load_factors(data, group);
-        multiply_unit(x, unit);
-        if (S::kSums && !S::kMultipliesSums && flushes && group == 0) ptx::barrier_wait(summed + slot, at.phase);
-        if (flushes && !S::kMultipliesSums) {
-          set_factors(data, group);
-          if (S::kSums) add_sums(data, group);
-        }
-        if (S::kRounded || (unit > 0 && S::kFlushes == 1)) ptx::wgmma_wait<1>();
-        if (S::kRounded && unit == 0 && index > 0) release(slot == 0 ? S::kStages - 1 : slot - 1);
-        const uint8_t* const before = data;
-        if (last) {
-          if (S::kMultipliesSums && S::kFlushes == 1) ptx::barrier_wait(summed + slot, at.phase);
-          at.advance();
-          data = stage_data();
-        } else if (S::kMultipliesSums && S::kFlushes > 1 && unit == 0) {
-          ptx::barrier_wait(summed + slot, at.phase);
-        }
-        if (!last) {
-          convert_unit(unit + 1);
-        } else if (index + 1 < stage_count) {
-          wait_full();
-          load_unit(data, 0);
-          convert_unit(0);
-        }
-        if (flushes) {
-          if (S::kMultipliesSums) {
-            multiply_sums(before, group);
-            set_factors(before, group);
+        for (int unit = 0; unit < S::kUnits; ++unit) {
+          const bool last = unit + 1 == S::kUnits;
+          if (!last) load_unit(data, unit + 1);
+          multiply_unit(x, unit);
+          ptx::wgmma_wait<1>();
+          if (unit == 0 && index > 0) release(slot == 0 ? S::kStages - 1 : slot - 1);
+          if (!last) {
+            convert_unit(unit + 1);
+          } else {
+            at.advance();
+            data = stage_data();
+            if (index + 1 == stage_count) break;
+            wait_full();
+            load_unit(data, 0);
+            convert_unit(0);
           }
-          ptx::wgmma_wait<0>();
-          if (last) release(slot);
+        }
+      }
+      ptx::wgmma_wait<0>();
+    } else {
+      for (int index = 0; index < stage_count; ++index) {
+        const uint64_t x = ptx::wgmma_descriptor(data);
+        const int slot = at.slot;
 #pragma unroll
-          for (int i = 0; i < S::kTokens / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
+        for (int unit = 0; unit < S::kUnits; ++unit) {
+          const bool last = unit + 1 == S::kUnits, flushes = S::kFlushes > 1 || last;
+          const int group = S::kFlushes > 1 ? unit : 0;
+          if (!last) load_unit(data, unit + 1);
+          if (flushes) load_factors(data, group);
+          multiply_unit(x, unit);
+          if (S::kSums && !S::kMultipliesSums && flushes && group == 0) ptx::barrier_wait(summed + slot, at.phase);
+          if (flushes && !S::kMultipliesSums) {
+            set_factors(data, group);
+            if (S::kSums) add_sums(data, group);
+          }
+          if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<1>();
+          const uint8_t* const before = data;
+          if (last) {
+            if (S::kMultipliesSums && S::kFlushes == 1) ptx::barrier_wait(summed + slot, at.phase);
+            at.advance();
+            data = stage_data();
+          } else if (S::kMultipliesSums && S::kFlushes > 1 && unit == 0) {
+            ptx::barrier_wait(summed + slot, at.phase);
+          }
+          if (!last) {
+            convert_unit(unit + 1);
+          } else if (index + 1 < stage_count) {
+            wait_full();
+            load_unit(data, 0);
+            convert_unit(0);
+          }
+          if (flushes) {
+            if (S::kMultipliesSums) {
+              multiply_sums(before, group);
+              set_factors(before, group);
+            }
+            ptx::wgmma_wait<0>();
+            if (last) release(slot);
+#pragma unroll
+            for (int i = 0; i < S::kTokens / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
+          }
         }
       }
     }
-
-    if (S::kRounded) ptx::wgmma_wait<0>();
 
     // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place, each rank's those
     // of the tokens that it finishes, as the accumulators of a warp lie.
@@ -724,6 +806,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const auto token_of = [&](uint32_t i) {
     return static_cast<int>((i / (8 * kQuads) * params.cluster + rank) * 8 + i % 8);
   };
+  // Rounded weights may be in units of a power of two.
+  constexpr float kUnscale = 1.f / wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>::kUnit;
   uint32_t again = 0;
   int turn = 0;
   for (uint32_t i = threadIdx.x; i < most_blocks * 8 * kQuads; i += S::kThreads, ++turn) {
@@ -740,6 +824,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum[j] += at[j * 16];
       at += most_blocks * S::kRows * 8;
+    }
+    if (S::kRounded) {
+#pragma unroll
+      for (float& of_one : sum) of_one *= kUnscale;
     }
     if (S::kSums && !isfinite(sum[0] + sum[1] + sum[2] + sum[3])) again |= 1u << turn;
     finish4(args, batch, m0 + token, n, sum);
@@ -785,13 +873,18 @@ template <typename S>
 cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   Maps maps;
-  if (cudaError_t error = describe_activations(args, S::kTokens, &maps.x); error != cudaSuccess) return error;
+  const int last = static_cast<int>(args.m % S::kTokens);
+  cudaError_t error = cudaSuccess;
+  if (args.m >= S::kTokens) error = describe_activations(args, S::kTokens, &maps.x);
+  if (last > 0 && error == cudaSuccess) error = describe_activations(args, last, &maps.last);
+  if (error != cudaSuccess) return error;
   if (S::kFlushes > 1) {
     const auto describe = [&](const void* data, DType type, int64_t batch_stride, CUtensorMap* map) {
       const int64_t batch = batch_stride == 0 ? 1 : args.batch;
-      return describe_rows(data, element_size(type), args.n, args.groups, batch, S::kRows, S::kFlushes, map);
+      const int rows = S::kRounded ? params.stage_groups : S::kFlushes;
+      return describe_rows(data, element_size(type), args.n, args.groups, batch, S::kRows, rows, map);
     };
-    cudaError_t error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
+    error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
     if (error == cudaSuccess && args.shift_mode != ShiftMode::kNone) {
       error = describe(args.shift, args.shift_dtype, args.shift_batch_stride, &maps.shifts);
     }
@@ -815,10 +908,15 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   constexpr integral_constant<int, 64> t64;
   constexpr integral_constant<int, 96> t96;
   constexpr integral_constant<int, 128> t128;
+  constexpr bool kRounded = kKind == Kind::kRounded || kKind == Kind::kRoundedAndZeros;
+  if constexpr (kRounded) {
+    if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
+    if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
+  }
   if constexpr (kKind == Kind::kPlain) {
     if (config.warpgroups == 4 && config.tokens == 32) return launch(t32, four);
-    if (config.warpgroups == 4 && config.tokens == 64) return launch(t64, four);
     if constexpr (kFlushes == 1) {
+      if (config.warpgroups == 4 && config.tokens == 64) return launch(t64, four);
       if (config.warpgroups == 1 && config.tokens == 16) return launch(t16, one);
       if (config.warpgroups == 1 && config.tokens == 32) return launch(t32, one);
       if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
@@ -827,18 +925,15 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     }
   }
   if (config.warpgroups != 2) return cudaErrorInvalidConfiguration;
-  switch (config.tokens) {
-    case 16:
-      return launch(t16, two);
-    case 32:
-      return launch(t32, two);
-    case 64:
-      return launch(t64, two);
-    case 128:
-      return launch(t128, two);
-    default:
-      return cudaErrorInvalidConfiguration;
+  if constexpr (kKind == Kind::kPlain || kRounded) {
+    if (config.tokens == 16) return launch(t16, two);
   }
+  if (config.tokens == 32) return launch(t32, two);
+  if constexpr (kKind != Kind::kPlain || kFlushes == 1) {
+    if (config.tokens == 64) return launch(t64, two);
+    if (config.tokens == 128) return launch(t128, two);
+  }
+  return cudaErrorInvalidConfiguration;
 }
 
 template <typename X>
@@ -847,26 +942,32 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.args = args;
   params.cluster = config.cluster;
   params.log2_group_blocks = log2_group_blocks(args);
-  const bool plain = is_plain(args);
-  if (plain && params.log2_group_blocks < 0) params.log2_group_blocks = 30;  // every stage has the first group's
+  const int log2 = params.log2_group_blocks;
+  params.stage_groups = log2 == 0 ? 4 : log2 == 1 ? 2 : 1;
+  const bool rounded = rounds(args, config.tokens), plain = rounded || is_plain(args);
+  const bool zeros = args.shift_mode == ShiftMode::kZeros;
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  if (plain && log2 < 0) params.log2_group_blocks = 30;  // every stage has the first group's
   const auto select_kind = [&](auto bits, auto flushes) {
     return plain  ? launch_tokens<X, bits.value, flushes.value, Kind::kPlain>(params, config, stream)
            : sums ? launch_tokens<X, bits.value, flushes.value, Kind::kSums>(params, config, stream)
                   : launch_tokens<X, bits.value, flushes.value, Kind::kOther>(params, config, stream);
   };
-  const auto select_bits = [&](auto flushes) {
-    return args.bits == 4 ? select_kind(std::integral_constant<int, 4>{}, flushes)
-                          : select_kind(std::integral_constant<int, 8>{}, flushes);
+  const auto select_rounded = [&](auto bits, auto flushes) {
+    return zeros ? launch_tokens<X, bits.value, flushes.value, Kind::kRoundedAndZeros>(params, config, stream)
+                 : launch_tokens<X, bits.value, flushes.value, Kind::kRounded>(params, config, stream);
   };
-  switch (params.log2_group_blocks) {
-    case 0:
-      return select_bits(std::integral_constant<int, 4>{});
-    case 1:
-      return select_bits(std::integral_constant<int, 2>{});
-    default:
-      return select_bits(std::integral_constant<int, 1>{});
-  }
+  const auto select_bits = [&](auto select, auto flushes) {
+    return args.bits == 4 ? select(std::integral_constant<int, 4>{}, flushes)
+                          : select(std::integral_constant<int, 8>{}, flushes);
+  };
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, 4> four;
+  if (rounded) return log2 == 0 || log2 == 1 ? select_bits(select_rounded, four) : select_bits(select_rounded, one);
+  return log2 == 0   ? select_bits(select_kind, four)
+         : log2 == 1 ? select_bits(select_kind, two)
+                     : select_bits(select_kind, one);
 }
 
 }  // namespace wonly::warpgroup

@@ -6,8 +6,8 @@
 namespace wonly::warpgroup {
 
 struct Config {
-  int tokens;      // of a CTA: 16, 32, 64 or 128; 48 or 96 where is_plain, with groups of 128 and more
-  int warpgroups;  // of 64 outputs each: 2; 4 with 32 and 64 tokens where is_plain, 1 with 16, 32 and 64 as 48 tokens
+  int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 96, and other warpgroups than 2, as
+  int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs
   int cluster;     // CTAs along the inputs, 1 .. 8
   int multiprocessors;
 };
@@ -21,6 +21,7 @@ struct Cost {
   float group;         // of a stage, for every group that ends in it but one; 0: no kernel for groups of 32 and 64
   float sum;           // for every one, with float zeros or offsets; 0: a kernel only where is_plain
 };
+// Those that round weights: `group` is what groups of 32 and 64 add to a stage, `sum` what zeros do.
 // Clusters of CTAs, what they cost, and the share of all multiprocessors that they can use: a cluster lies in one part
 // of the chip.
 struct ClusterCost {
@@ -31,6 +32,8 @@ struct ClusterCost {
 struct Costs {
   const Cost* shapes;
   int shape_count;
+  const Cost* rounded;
+  int rounded_count;  // 0: shapes are for weights of either kind
   const ClusterCost* clusters;
   int cluster_count;
   float memory;    // bytes of weights per microsecond
@@ -47,6 +50,11 @@ bool supports(const MatmulArgs& args);
 
 // Scales of the type of the activations, uint8 zeros or none, and rows of both in whole pieces of 16 bytes.
 bool is_plain(const MatmulArgs& args);
+
+// Whether a CTA of so many tokens rounds weights to the type of the activations, as a dense product's are: zeros or
+// offsets of that type, which otherwise take sums of the activations, groups of 32 or 64 inputs, and four bits without
+// zeros, where that is faster. Scales are of that type, and rows in whole pieces of 16 bytes.
+bool rounds(const MatmulArgs& args, int tokens);
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 

@@ -48,7 +48,7 @@ def test_rows(rng, m, x_dtype, implementation):
         weight = random_weight(rng, k, n, bits=bits, group_size=128, mode=mode)
         x = random_x(rng, (m, k), x_dtype)
         y = jw.matmul(x, weight.qt, implementation=implementation)
-        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, m=m, mode=mode))
+        assert_product(y, x, weight, rounded_weights=rounds_weights(implementation, x, weight.qt))
 
 
 @pytest.mark.parametrize("m", [129, 150, 180, 215, 250])
@@ -58,7 +58,7 @@ def test_tiles_of_every_height(rng, bits, m):
     weight = random_weight(rng, 256, 16896, bits=bits, group_size=64, scale_dtype="bfloat16")
     x = random_x(rng, (m, 256), "bfloat16")
     y = jw.matmul(x, weight.qt, implementation="cuda")
-    assert_product(y, x, weight, rounded_weights=rounds_weights("cuda", m=m, mode="symmetric"))
+    assert_product(y, x, weight, rounded_weights=rounds_weights("cuda", x, weight.qt))
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
@@ -66,15 +66,14 @@ def test_tiles_of_every_height(rng, bits, m):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_middling_rows(rng, bits, mode, x_dtype, group_size):
-    """No weight is rounded up to 128 rows on sm_90, and groups may end within what a kernel takes at a time."""
+    """Groups may end within what a kernel takes at a time, and weights are rounded only where that is said."""
     k, n = {32: 1120, 64: 1216, 128: 1152, 256: 1280, None: 1000}[group_size], 272
     scale_dtype = str(rng.choice(list(DTYPES)))
     weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
     product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
     for m in rng.choice([9, 16, 31, 40, 48, 64, 80, 96, 100, 128], 4, replace=False).tolist():
         x = random_x(rng, (m, k), x_dtype)
-        rounded = m > 16 and not _cuda_dispatch.has_warpgroups()
-        assert_product(product(x, weight.qt), x, weight, rounded_weights=rounded)
+        assert_product(product(x, weight.qt), x, weight, rounded_weights=rounds_weights("cuda", x, weight.qt))
 
 
 @pytest.mark.parametrize("m", [17, 40, 100, 300])

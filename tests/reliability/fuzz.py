@@ -80,7 +80,7 @@ def check_product(k_group, n, m, lead, weight_lead, bits, mode, x_dtype, scale_d
         bias=bias,
         activation=rest["activation"],
         out_dtype=rest["preferred_element_type"],
-        rounded_weights=rounds_weights(rest["implementation"]),
+        rounded_weights=rounds_weights(rest["implementation"], x, weight.qt),
     )
 
 
