@@ -49,6 +49,8 @@ SWEEPS = (
         if (group, shift) != (128, "symmetric")
     ),
     (4, 128, "bf16", "offsets", "192,256,512", "8192x8192,4096x4096"),
+    *((4, g, "bf16", shift, "8", SHAPES) for g in (32, 64) for shift in ("symmetric", "integer_zeros", "offsets")),
+    (4, 128, "bf16", "offsets", "8", SHAPES),
     (4, 64, "bf16", "table", "192,256,512,1024", "8192x8192,4096x4096"),
 )
 

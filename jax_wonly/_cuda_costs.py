@@ -110,18 +110,21 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
+    pairs: int  # the same, from which on two tokens are not taken of few outputs that matmul_resident can take
 
 
 class Resident(NamedTuple):
     """``matmul_resident``: ``resident::Costs`` in ``ffi/cuda/matmul_resident.h``."""
 
-    least: int  # tokens, and
-    most: int
+    tokens: int
     start: float
     passes: float
     turns: float
     stages: float
     words: float
+    groups: float
+    sums: float
+    adding: float
     clusters: tuple[Cluster, ...]
 
 
@@ -166,7 +169,7 @@ def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
 
 def resident_of(values: dict) -> Resident:
     clusters = tuple(Cluster(*cluster) for cluster in values["clusters"])
-    return Resident(values["least"], values["most"], **values["costs"], clusters=clusters)
+    return Resident(values["tokens"], **values["costs"], clusters=clusters)
 
 
 BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
@@ -263,26 +266,29 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _resident_bytes(n: int, stages: int, parts: int, cluster: int) -> int:
+def _resident_bytes(n: int, stages: int, parts: int, cluster: int, sums: bool) -> int:
     """Shared memory of a CTA: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
     piece = 4
     while 8 * piece < stages:
         piece *= 2
     part_rows = _ceil(_ceil(n, 16), parts) * 16
-    return 1024 + _ceil(stages, piece) * piece * 2048 + 4 * 8 * 68 * 4 + (8 * part_rows * 4 if cluster > 1 else 0)
+    activations = _ceil(stages, piece) * piece * 2048 + (stages * 256 if sums else 0)
+    return 1024 + activations + 4 * 8 * 68 * 4 + (8 * part_rows * 4 if cluster > 1 else 0)
 
 
 def resident_times(
-    k: int, n: int, batch: int, multiprocessors: int, costs: Resident
+    k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: Resident
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Of every configuration, (cluster, parts)."""
     atoms = _ceil(n, 16)
+    stage = costs.stages + costs.groups * (scheme.ends > 1) + costs.sums * scheme.floats
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
         stages = _ceil(_ceil(k, 128), cluster.ctas)
-        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas) > _SHARED_BYTES:
+        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas, scheme.floats) > _SHARED_BYTES:
             continue
         part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
         passes = _ceil(part_atoms, 4)
-        us = costs.start + cluster.start + costs.passes * passes + costs.turns * passes * _ceil(each, 4)
-        yield (cluster.ctas, parts), us + costs.stages * passes * each + costs.words * part_atoms * stages / 16
+        us = costs.start + costs.adding * scheme.floats + cluster.start
+        us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
+        yield (cluster.ctas, parts), us + costs.words * part_atoms * stages / 16

@@ -98,7 +98,9 @@ def scratch(batch: int, m: int, n: int, *, table: bool) -> int:
     return 0 if table or m <= STREAM_TOKENS else _abi.mma_scratch(batch, m, n, _cuda_costs.MMA_CTAS * _gpu()[1])
 
 
-def _decode_kernel(m: int, k: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+def _decode_kernel(
+    m: int, k: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
+) -> bool:
     """As ``decode::supports`` in ``ffi/cuda/matmul_decode.cu``, which has the last word."""
     if not has_warpgroups() or shift_mode == ShiftMode.TABLE or m > _DECODE.tokens:
         return False
@@ -106,26 +108,23 @@ def _decode_kernel(m: int, k: int, groups: int, x_dtype, scale_dtype, shift_mode
     if shift_mode != ShiftMode.NONE and jnp.dtype(shift_dtype).itemsize not in (1, size):
         return False
     group = k // groups if groups > 1 else 128
-    if group == 32 and m > 1 and (size != 2 or jnp.dtype(x_dtype).itemsize != 2):
+    if group == 32 and m > 1 and (bits == 4 or size != 2 or jnp.dtype(x_dtype).itemsize != 2):
         return False
     return group >= 128 or k % 128 == 0
 
 
-def _resident_kernel(
-    m: int, k: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
-) -> bool:
+def _resident_kernel(m: int, k: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
-    if not has_warpgroups() or not _RESIDENT.least <= m <= _RESIDENT.most or jnp.dtype(x_dtype).itemsize != 2:
+    if not has_warpgroups() or not 0 < m <= _RESIDENT.tokens or jnp.dtype(x_dtype).itemsize != 2:
         return False
-    integers = shift_mode == ShiftMode.NONE or (shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8)
-    large = groups <= 1 or k // groups not in (32, 64)
-    return bits == 4 and k % 64 == 0 and large and scale_dtype == x_dtype and integers
+    shifts = shift_mode == ShiftMode.NONE or (shift_mode != ShiftMode.TABLE and shift_dtype in (jnp.uint8, x_dtype))
+    return bits == 4 and k % 64 == 0 and scale_dtype == x_dtype and shifts
 
 
-def _warpgroup_kernel(k: int, n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+def _warpgroup_kernel(k: int, n: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     rows = [scale_dtype] + ([] if shift_mode == ShiftMode.NONE else [shift_dtype])
-    aligned = k % 8 == 0 and all(n * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in rows)
+    aligned = k % 8 == 0 and (groups <= 1 or all(n * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in rows))
     wanted = shift_mode != ShiftMode.TABLE and jnp.dtype(x_dtype).itemsize == 2
     return has_warpgroups() and wanted and aligned
 
@@ -171,8 +170,9 @@ def _warpgroup(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -
     return _least(_cuda_costs.warpgroup_times(m, k, n, batch, scheme, _gpu()[1], _WARPGROUPS))
 
 
-def _resident(k: int, n: int, batch: int) -> float:
-    return min((us for _, us in _cuda_costs.resident_times(k, n, batch, _gpu()[1], _RESIDENT)), default=math.inf)
+def _resident(k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
+    times = _cuda_costs.resident_times(k, n, batch, scheme, _gpu()[1], _RESIDENT)
+    return min((us for _, us in times), default=math.inf)
 
 
 def _stream(m: int, weights: float, wide: bool) -> float:
@@ -213,30 +213,31 @@ def kernel(
     As ``launch_matmul`` in ``ffi/cuda/matmul.cu``, which has the last word; here for where there is no GPU.
     """
     share, wanted = _gpu()[1] // batch, _gpu()[1] * 9 // 10  # multiprocessors for each of the batch
+    resident = _resident_kernel(m, k, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
     if (
-        _decode_kernel(m, k, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+        _decode_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
         and batch * n * k * bits // 8 >= _DECODE.weights
         and k >= _DECODE.inputs
         and -(-k // 128) * (m if groups > 1 and k // groups == 32 else 1) <= _DECODE.stages
         and (bits == 4 or k // groups < 128 or _DECODE.ratio * batch * n > k)
+        and not (m > 1 and resident and _DECODE.pairs * batch * n <= k and 4 * -(-batch * n // 16) <= 3 * _gpu()[1])
         and share * batch >= wanted
         and 2 * batch * min(-(-n // 16), share) >= wanted
     ):
         return "matmul_decode"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
-    exact = _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    exact = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     small_groups = k // groups in (32, 64) and groups > 1
-    always = exact and (small_groups or _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype))
+    scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    always = exact and (small_groups or scheme.plain or (scheme.floats and resident))
     streamed = m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if exact and not streamed:
-        scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
         other = _warpgroup(m, k, n, batch, scheme)
     elif not streamed:
         other = _stream(m, batch * n * k * bits / 8, False)
-    if _resident_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        if _resident(k, n, batch) < other:
-            return "matmul_resident"
+    if resident and _resident(k, n, batch, scheme) < other:
+        return "matmul_resident"
     if not streamed:
         least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
         enough = m >= (least if exact else STREAM_TOKENS + 1)
@@ -282,7 +283,7 @@ def estimate(
     dense_bytes = weights + batch * n * k * jnp.dtype(x_dtype).itemsize
     rate = _DENSE_FLOAT32 if wide else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
     dense = dense_bytes / _MEMORY + m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
-    if _warpgroup_kernel(k, n, x_dtype, scale_dtype, shift_mode, shift_dtype):
+    if _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype):
         scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
         fused = _warpgroup(m, k, n, batch, scheme)
     else:

@@ -32,21 +32,40 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     """`matmul_decode` takes groups below 128 inputs where its columns keep them apart."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
 
-    def kernel(m, group_size, k=4096, n=14336, x=jnp.bfloat16, scales=jnp.bfloat16, mode=ShiftMode.NONE, shift=None):
+    def kernel(
+        m,
+        group_size,
+        k=4096,
+        n=14336,
+        x=jnp.bfloat16,
+        scales=jnp.bfloat16,
+        mode=ShiftMode.NONE,
+        shift=None,
+        bits=4,
+    ):
         groups = k // group_size if group_size else 1
-        return _cuda_dispatch.kernel(m, k, n, 1, 4, x, scales, mode, shift, groups=groups)
+        return _cuda_dispatch.kernel(m, k, n, 1, bits, x, scales, mode, shift, groups=groups)
 
     decode = "matmul_decode" if warpgroups else "matmul_stream"
+    resident = "matmul_resident" if warpgroups else "matmul_stream"
     for group_size in (None, 256, 128, 64, 32):
-        assert kernel(1, group_size) == kernel(2, group_size) == decode
-    assert kernel(3, 64) == ("matmul_warpgroup" if warpgroups else "matmul_stream")
+        assert kernel(1, group_size) == decode
+        assert kernel(2, group_size) == (resident if group_size == 32 else decode)
+    assert kernel(3, 64) == resident
     # Two tokens and groups of 32 have kernels for 16-bit types alone.
     for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
         other = "matmul_warpgroup" if warpgroups and "x" not in types else "matmul_stream"
-        assert kernel(1, 32, **types) == kernel(2, 64, **types) == decode and kernel(2, 32, **types) == other
+        for bits in (4, 8):
+            assert kernel(1, 32, **types, bits=bits) == kernel(2, 64, **types, bits=bits) == decode
+            assert kernel(2, 32, **types, bits=bits) == other
+    assert kernel(2, 32, bits=8) == decode
     # Half of a stage of 128 inputs at the end.
+    assert kernel(1, 64, k=8256, n=8192) == resident and kernel(1, None, k=8256) == decode
+    # Many inputs for few outputs.
     other = "matmul_warpgroup" if warpgroups else "matmul_stream"
-    assert kernel(1, 64, k=4160) == other and kernel(1, None, k=4160) == decode
+    assert [kernel(2, 128, k, 1024) for k in (4096, 3968)] == [other, decode]
+    assert [kernel(2, 128, 8192, n) for n in (1584, 1600)] == [resident, decode]
+    assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [decode] * 2
     for mode, shift, there in (
         *((ShiftMode.ZEROS, jnp.uint8, True), (ShiftMode.OFFSETS, jnp.bfloat16, True)),
         *((ShiftMode.ZEROS, jnp.float32, False), (ShiftMode.TABLE, jnp.float32, False)),
@@ -69,18 +88,20 @@ def test_three_to_eight_tokens(monkeypatch, warpgroups, x):
     if not warpgroups or x == jnp.float32:
         assert {kernel(m, 5120, 5120) for m in (3, 5, 8)} == {"matmul_stream"}
         return
-    for group_size in (None, 256, 128):
+    for group_size in (None, 256, 128, 64, 32):
         assert {kernel(m, 5120, 5120, group_size) for m in (3, 5, 8)} == {"matmul_resident"}
-        assert kernel(5, 5120, 5120, group_size, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_resident"
+        for mode, shift in ((ShiftMode.ZEROS, jnp.uint8), (ShiftMode.ZEROS, x), (ShiftMode.OFFSETS, x)):
+            assert kernel(5, 5120, 5120, group_size, mode=mode, shift=shift) == "matmul_resident"
     assert kernel(4, 4096, 4096, batch=8) == "matmul_resident"
     assert kernel(4, 1088, 1001, None) == "matmul_resident"
     assert kernel(4, 1080, 1000, None) == kernel(4, 1024, 1024) == "matmul_warpgroup"  # half a tile; few weights
-    assert kernel(9, 5120, 5120) == kernel(4, 5120, 5120, 64) == kernel(4, 5120, 5120, bits=8) == "matmul_warpgroup"
+    assert kernel(9, 5120, 5120) == kernel(4, 5120, 5120, bits=8) == "matmul_warpgroup"
+    assert kernel(4, 28672, 8192, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"  # in clusters of four alone
     # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations.
     assert kernel(4, 256, 1024, batch=140) == kernel(4, 131072, 1024) == "matmul_warpgroup"
     for arguments in (
-        *({"mode": ShiftMode.ZEROS, "shift": x}, {"mode": ShiftMode.OFFSETS, "shift": x}),
         *({"scales": jnp.float32}, {"mode": ShiftMode.TABLE, "shift": jnp.float32}),
+        *({"mode": mode, "shift": jnp.float32} for mode in (ShiftMode.ZEROS, ShiftMode.OFFSETS)),
     ):
         assert kernel(4, 5120, 5120, **arguments) == "matmul_stream"
 

@@ -125,17 +125,19 @@ def test_kernels_on_cuda(monkeypatch):
 
     few = [kernel(m) for m in (1, 2, 3, 8, 9)]
     assert few == ["matmul_decode"] * 2 + ["matmul_resident"] * 2 + ["matmul_warpgroup"]
-    assert [kernel(4, 8192, 8192, group_size=g) for g in (64, 256)] == ["matmul_warpgroup", "matmul_resident"]
+    assert {kernel(4, 8192, 8192, group_size=g) for g in (32, 64, 256)} == {"matmul_resident"}
     assert [kernel(4, 1024, n) for n in (1024, 1025)] == ["matmul_warpgroup", "matmul_resident"]
     assert [kernel(1, 8192, n, bits=8) for n in (1024, 1088)] == ["matmul_warpgroup", "matmul_decode"]
     assert [kernel(1, 8192, 1024, bits=bits, group_size=g) for bits, g in ((4, 128), (8, 64))] == ["matmul_decode"] * 2
-    assert [kernel(2, k, group_size=32) for k in (21504, 21632)] == ["matmul_decode", "matmul_warpgroup"]
+    assert [kernel(2, k, group_size=32, bits=8) for k in (21504, 21632)] == ["matmul_decode", "matmul_warpgroup"]
+    assert [kernel(2, group_size=g) for g in (32, 64)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(2, 8192, n) for n in (1584, 1600)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(2, k, 1024) for k in (4096, 3968)] == ["matmul_warpgroup", "matmul_decode"]
     assert [kernel(1, k) for k in (43008, 43136)] == ["matmul_decode", "matmul_warpgroup"]
     assert kernel(2, bits=8) == kernel(2, lead=(2,)) == "matmul_decode"
     modes = "integer_zeros", "float_zeros", "offsets"
-    names = ["matmul_resident", "matmul_stream", "matmul_stream"]
-    assert [kernel(3, 8192, 16384, group_size=128, mode=mode) for mode in modes] == names
-    assert {kernel(3, 8192, 16384, group_size=64, mode=mode) for mode in modes} == {"matmul_warpgroup"}
+    for size in (32, 64, 128):
+        assert {kernel(3, 8192, 16384, group_size=size, mode=mode) for mode in modes} == {"matmul_resident"}
     assert {kernel(1, group_size=g) for g in (32, 64, 256, None)} == {"matmul_decode"}
     assert [kernel(1, 1024, n) for n in (1984, 2048)] == ["matmul_warpgroup", "matmul_decode"]
     assert [kernel(1, k, 8192) for k in (384, 512)] == ["matmul_warpgroup", "matmul_decode"]

@@ -52,14 +52,13 @@ def header() -> str:
             f"inline constexpr float kStreamBytes = {number(newer['stream']['bytes'])};\n",
             *(
                 f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
-                for name in ("weights", "inputs", "stages", "ratio")
+                for name in ("weights", "inputs", "stages", "ratio", "pairs")
             ),
             "// From so many tokens on where matmul_warpgroup is there too: four bits and groups of 128 inputs, or\n"
             "// others.\n"
             f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n"
             f"inline constexpr int64_t kTiledTokensOfSmallGroups = {newer['tiled']['tokens_of_small_groups']};\n",
             of_warpgroups("kWarpgroup", newer["warpgroup"]),
-            f"inline constexpr int kResidentTokens = {newer['resident']['least']};\n",
             f"inline constexpr resident::Costs kResident{row(newer['resident']['costs'].values())};\n",
             array("warpgroup::ClusterCost", "kResidentClusters", newer["resident"]["clusters"]),
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),

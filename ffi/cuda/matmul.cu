@@ -68,6 +68,9 @@ bool decodes(const MatmulArgs& args, const Device& device) {
   const int groups = decode::stage_groups(args);
   if (ceil_div(args.k, 128) * (groups == 4 ? args.m : 1) > costs::kDecodeStages) return false;
   if (groups == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
+  // For few outputs two tokens of many inputs take long to prepare.
+  const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
+  if (args.m > 1 && few && costs::kDecodePairs * outputs <= args.k && resident::supports(args)) return false;
   // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without, and a lone entry not
   // more than half of them.
   const int64_t share = device.multiprocessors / args.batch, wanted = device.multiprocessors * 9 / 10;
@@ -100,24 +103,26 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     const cudaError_t error = launch_decode(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;
   }
-  // With scales of another type, float zeros or offsets, and no small groups, streaming four bits is faster for few
-  // tokens. Eight bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every
-  // multiprocessor has a CTA.
+  // With scales of another type, or odd rows, and no small groups streaming four bits is faster for few tokens. Eight
+  // bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
+  // CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const int64_t log2 = log2_group_blocks(args);
   const bool small_groups = log2 == 0 || log2 == 1;
-  const bool exact = warpgroup::supports(args), plain = warpgroup::is_plain(args);
-  const bool always = exact && (small_groups || plain);
+  const bool exact = warpgroup::supports(args);
+  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  const bool always = exact && (small_groups || warpgroup::is_plain(args) || (sums && resident::supports(args)));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
   const float us = streamed ? 0.f
                    : exact  ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
                             : stream_us(args);
-  if (device.architecture == 90 && args.m >= costs::kResidentTokens && resident::supports(args)) {
+  if (device.architecture == 90 && resident::supports(args)) {
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
     const float resident_us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
-    if (resident_us > 0.f && (!plain || resident_us < us)) return resident::launch(args, config, shared_bytes, stream);
+    if (resident_us > 0.f && (streamed || resident_us < us))
+      return resident::launch(args, config, shared_bytes, stream);
   }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;

@@ -81,7 +81,7 @@ constexpr int kPairs = kColumns / 2;
 //   64, one token  one sum, columns split
 //   64, two        two sums
 //   32, one        two sums, columns split
-//   32, two        likewise for one token after the other, which are turns
+//   32, two        likewise for one token after the other, which are turns; int8 alone, as matmul_resident is faster
 // A turn that is in the instructions takes time even where there is none, so those are a kernel of their own.
 // kScaleSize, kShiftSize: bytes of a scale, and of a zero or offset, 0 without. A choice of type would stand between
 // loads that are to go out together, and wait for them.
@@ -663,7 +663,7 @@ cudaError_t launch_digits(Params params, const Tokens& source, int tokens, const
   if (groups == 2 || tokens == 1) {
     return launch_sums<kBits, kDigits, 2, 1>(params, source, config, shared_bytes, stream);
   }
-  if constexpr (kDigits == 3 && !Tokens::kRagged) {
+  if constexpr (kBits == 8 && kDigits == 3 && !Tokens::kRagged) {
     return launch_sums<kBits, kDigits, 2, 2>(params, source, config, shared_bytes, stream);
   }
   return cudaErrorNotSupported;

@@ -10,6 +10,11 @@ namespace {
 
 constexpr int kMostPieces = 8;  // more would wait less for the first, and copy less at once
 
+// Float zeros and offsets.
+bool adds_activations(const MatmulArgs& args) {
+  return args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+}
+
 }  // namespace
 
 Layout layout(const MatmulArgs& args, const Config& config) {
@@ -21,7 +26,8 @@ Layout layout(const MatmulArgs& args, const Config& config) {
   layout.log2_piece = 2;
   while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
   layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
-  layout.partial_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * kStageBytes;
+  layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * kStageBytes;
+  layout.partial_at = layout.sums_at + (adds_activations(args) ? layout.stages_each * kSumBytes : 0);
   layout.total_at = layout.partial_at + kWarpgroups * kMaxTokens * kSumStride * 4;
   const int64_t part_rows = (layout.atoms_each + (layout.atoms_over > 0)) * kAtomN;
   layout.bytes = layout.total_at + (config.cluster > 1 ? kMaxTokens * part_rows * 4 : 0);
@@ -30,15 +36,20 @@ Layout layout(const MatmulArgs& args, const Config& config) {
 
 bool supports(const MatmulArgs& args) {
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
-  const int log2 = log2_group_blocks(args);
-  const bool zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
-  return sixteen_bits && args.bits == 4 && args.m <= kMaxTokens && args.k > 0 && args.k % 64 == 0 &&
-         (log2 < 0 || log2 >= 2) && args.scale_dtype == args.x_dtype && (args.shift_mode == ShiftMode::kNone || zeros);
+  const bool shifts = args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 ||
+                      (args.shift_mode != ShiftMode::kTable && args.shift_dtype == args.x_dtype);
+  return sixteen_bits && args.bits == 4 && args.m > 0 && args.m <= kMaxTokens && args.k > 0 && args.k % 64 == 0 &&
+         args.scale_dtype == args.x_dtype && shifts;
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
   const Costs& costs = costs::kResident;
   const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);
+  const int log2 = log2_group_blocks(args);
+  const bool small_groups = log2 == 0 || log2 == 1, sums = adds_activations(args);
+  float stage = costs.stages;
+  if (small_groups) stage += costs.groups;
+  if (sums) stage += costs.sums;
   float least = 0.f;
   for (const warpgroup::ClusterCost& cluster : costs::kResidentClusters) {
     const int64_t clusters = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share) / cluster.ctas;
@@ -48,9 +59,10 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
     if (layout(args, candidate).bytes > shared_bytes) continue;
     const int64_t part_atoms = ceil_div(atoms, parts), passes = ceil_div(part_atoms, kPassAtoms);
     const int64_t each = ceil_div(stages, kWarpgroups);
-    const float us = costs.start + cluster.start + costs.passes * static_cast<float>(passes) +
+    const float us = costs.start + (sums ? costs.adding : 0.f) + cluster.start +
+                     costs.passes * static_cast<float>(passes) +
                      costs.turns * static_cast<float>(passes * ceil_div(each, 2 * kAhead)) +
-                     costs.stages * static_cast<float>(passes * each) +
+                     stage * static_cast<float>(passes * each) +
                      costs.words * static_cast<float>(part_atoms * stages) / (kPassAtoms * kWarpgroups);
     if (least == 0.f || us < least) {
       least = us;

@@ -14,6 +14,7 @@ constexpr int kAhead = 2;            // stages that a warp asks for at once; twi
 constexpr int kBarrierBytes = 1024;  // a barrier for each piece; those are aligned for the swizzle
 constexpr int kChunkBytes = kMaxTokens * 128;                 // activations of 64 inputs, as wgmma reads them
 constexpr int kStageBytes = kStageInputs / 64 * kChunkBytes;  // of a stage
+constexpr int kSumBytes = 256;                                // sums of a stage's activations, two numbers each
 constexpr int kSumStride = kTileN + 4;                        // so that a warp's sums lie in different banks
 
 struct Config {
@@ -26,6 +27,7 @@ struct Layout {
   int atoms_each, atoms_over;  // a part of the outputs has atoms_each strips of 16, the first atoms_over one more
   int stages_each;             // that a CTA of a cluster takes, the last one fewer
   int pieces, log2_piece;      // of the activations; stages of one
+  int sums_at;                 // of the activations of each stage
   int partial_at, total_at;    // sums of the warpgroups, and those of all tokens for the others of a cluster
   int64_t bytes;
 };
@@ -38,9 +40,12 @@ struct Costs {
   float turns;   // one of a pass
   float stages;  // one of a warpgroup
   float words;   // four strips of outputs in a stage of all warpgroups
+  float groups;  // of a stage, more with groups of 32 and 64
+  float sums;    // of a stage, more with float zeros or offsets
+  float adding;  // of the start, for the sums of activations then
 };
 
-// Whether this kernel computes `args`: int4 with one scale for 128 inputs or more, of the activations' 16-bit type,
+// Whether this kernel computes `args`: int4 with scales of the activations' 16-bit type, zeros or offsets of that type,
 // uint8 zeros or none, K a multiple of 64; sm_90 only.
 bool supports(const MatmulArgs& args);
 
