@@ -31,6 +31,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/division.h"
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_transposed.h"
@@ -88,7 +89,7 @@ template <typename Source>
 struct Params {
   MatmulArgs args;
   typename Source::Params source;
-  int cluster;
+  int cluster, clusters;  // CTAs of a cluster, and clusters
   int partners;           // CTAs of a cluster that bring each other dy, 1 or 2, where its item is not split
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
   bool simple;            // a weight is (code - integer) * scale with a scale of dy's type
@@ -101,7 +102,10 @@ struct Consecutive {
   struct Params {
     int token_blocks, groups;  // groups: of partners, along the inputs
     int whole, items;
-    int partners, cluster, stages, tokens;
+    int partners, tokens;
+    int stages, stages_each, stages_more;  // of a split item: of each rank, and how many have one more
+    Divisor of_batch, of_run;              // blocks of tokens and groups, all and those of a run
+    Divisor run, last_run;                 // blocks of tokens of a run, and of the last one
   };
   static constexpr int kSharedBytes = 0;
   static constexpr int kStagingTokens = 128;
@@ -118,19 +122,19 @@ struct Consecutive {
     Item item{};
     item.split = index >= params.whole;
     const int rest = index - params.whole;
-    const int group = item.split ? params.whole + rest / params.partners : index;
-    const int partner = item.split ? rest % params.partners : rank;
-    const int of_batch = params.token_blocks * params.groups;
-    const int within = group % of_batch;
-    const int run = within / (kRunOfTokens * params.groups);
-    const int tokens = min(kRunOfTokens, params.token_blocks - run * kRunOfTokens);
-    const int in_run = within - run * kRunOfTokens * params.groups;
-    item.weights = group / of_batch;
-    item.first = (run * kRunOfTokens + in_run % tokens) * params.tokens;
+    const bool two = params.partners == 2;
+    const int group = item.split ? params.whole + (two ? rest >> 1 : rest) : index;
+    const int partner = !item.split ? rank : two ? rest & 1 : 0;
+    int within, in_run, of_run;
+    item.weights = params.of_batch.divide(group, &within);
+    const int run = params.of_run.divide(within, &in_run);
+    const bool last = run * kRunOfTokens + kRunOfTokens > params.token_blocks;
+    const int k_group = (last ? params.last_run : params.run).divide(in_run, &of_run);
+    item.first = (run * kRunOfTokens + of_run) * params.tokens;
     item.rows = static_cast<int>(min(m - item.first, static_cast<int64_t>(params.tokens)));
-    item.k0 = (in_run / tokens * params.partners + partner) * kBlockK;
-    item.begin = item.split ? params.stages * rank / params.cluster : 0;
-    item.end = item.split ? params.stages * (rank + 1) / params.cluster : params.stages;
+    item.k0 = (k_group * params.partners + partner) * kBlockK;
+    item.begin = item.split ? params.stages_each * rank + min(rank, params.stages_more) : 0;
+    item.end = item.split ? item.begin + params.stages_each + (rank < params.stages_more) : params.stages;
     return item;
   }
 
@@ -273,9 +277,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
-  const int rank = blockIdx.x % params.cluster;
-  const int first_item = blockIdx.x / params.cluster;
-  const int item_step = gridDim.x / params.cluster;
+  const int rank = ptx::cluster_rank();
+  const int first_item = ptx::cluster_index();
+  const int item_step = params.clusters;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -691,9 +695,15 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
   walk.whole = static_cast<int>(groups) - rest;
   walk.items = walk.whole + rest * config.partners;
   walk.partners = config.partners;
-  walk.cluster = config.cluster;
   walk.stages = static_cast<int>(ceil_div(args.n, kStageN));
+  walk.stages_each = walk.stages / config.cluster;
+  walk.stages_more = walk.stages % config.cluster;
+  walk.of_batch = Divisor(walk.token_blocks * walk.groups);
+  walk.of_run = Divisor(kRunOfTokens * walk.groups);
+  walk.run = Divisor(kRunOfTokens);
+  walk.last_run = Divisor(std::max(1, walk.token_blocks % kRunOfTokens));
   walk.tokens = S::kTokens;
+  params.clusters = std::min(walk.items, clusters);
   MatmulArgs dy = args, dx = args;
   dy.k = args.n;
   dx.x = args.y;
@@ -706,7 +716,7 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
     if (cudaError_t error = describe_activations(dx, S::kStagingTokens, &dx_map); error != cudaSuccess) return error;
   }
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(std::min(walk.items, clusters) * config.cluster));
+  shape.grid = dim3(static_cast<unsigned>(params.clusters * config.cluster));
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
   shape.shared_bytes = S::kSharedBytes;
