@@ -1,7 +1,6 @@
 // What the CTAs of matmul_transposed_warpgroup.cuh work on: blocks of a product's inputs and tokens, and their stages.
 #pragma once
 
-
 #include "cuda/division.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/ptx_sm90.cuh"
