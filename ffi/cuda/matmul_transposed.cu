@@ -66,6 +66,8 @@ constexpr WarpgroupCost kRegisterCosts[] = {
 constexpr float kWarpgroupStart = 0.5f;
 constexpr int kSplits[] = {2, 3, 4, 6};
 constexpr int kLeastStages = 4;  // of a CTA
+constexpr int kRegisterTokens =
+    256;  // of eight bits: above, blocks of 256 tokens with weights in shared memory are faster
 
 transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
   const bool in_registers = transposed_warpgroup::in_registers(args);
@@ -101,7 +103,9 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
     }
   };
   if (in_registers) {
-    for (const WarpgroupCost& cost : kRegisterCosts) consider_blocks(cost);
+    for (const WarpgroupCost& cost : kRegisterCosts) {
+      if (cost.tokens <= transposed_warpgroup::most_register_tokens(args.bits)) consider_blocks(cost);
+    }
   } else {
     for (const WarpgroupCost& cost : kSharedCosts) consider_blocks(cost);
   }
@@ -184,6 +188,7 @@ bool supports(const MatmulArgs& args) {
 
 bool in_registers(const MatmulArgs& args) {
   const int log2 = log2_group_blocks(args);
+  if (args.bits == 8 && args.m > kRegisterTokens) return false;
   // Scales are copied 16 bytes at a time.
   return args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype && (log2 < 0 || log2 >= 2) &&
          reinterpret_cast<uintptr_t>(args.scales) % 16 == 0;

@@ -63,8 +63,11 @@ constexpr int block_inputs(int tokens, bool in_registers) { return in_registers 
 // Whether the kernel takes these operands; the others are transposed_stream's.
 bool supports(const MatmulArgs& args);
 
-// Whether weights are wgmma's operand in registers: symmetric codes, scales of dy's type, groups of 128 inputs or more.
+// Whether weights are wgmma's operand in registers: symmetric codes, scales of dy's type, groups of 128 inputs or more,
+// and for eight bits few tokens.
 bool in_registers(const MatmulArgs& args);
+// Of a block, then; the stages of eight bits and 256 tokens are too large to have enough of them.
+constexpr int most_register_tokens(int bits) { return bits == 4 ? 256 : 128; }
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);

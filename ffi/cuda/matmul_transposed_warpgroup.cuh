@@ -377,8 +377,10 @@ Params<Source> make_params(const MatmulArgs& args) {
 template <typename X, typename Launch>
 cudaError_t with_register_shape(const MatmulArgs& args, int tokens, Launch&& launch) {
   const auto with_bits = [&](auto tokens) {
-    return args.bits == 4 ? launch(static_cast<RegisterShape<X, 4, tokens.value>*>(nullptr))
-                          : launch(static_cast<RegisterShape<X, 8, tokens.value>*>(nullptr));
+    if constexpr (tokens.value <= most_register_tokens(8)) {
+      if (args.bits == 8) return launch(static_cast<RegisterShape<X, 8, tokens.value>*>(nullptr));
+    }
+    return args.bits == 4 ? launch(static_cast<RegisterShape<X, 4, tokens.value>*>(nullptr)) : cudaErrorInvalidValue;
   };
   switch (tokens) {
     case 32:
