@@ -13,7 +13,7 @@ namespace {
 constexpr int kStreamTokens = 16;
 constexpr int64_t kRaggedStreamRows = 16;  // of an expert, were they spread evenly
 // Of all multiprocessors, those that clusters of that many CTAs can use: a cluster lies in one part of the chip.
-constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 18 * 6 / 132.f};
+constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 17 * 6 / 132.f};
 
 constexpr int64_t kSharedOutputs = 4096;  // from which on two CTAs for a strip of float32 are faster than one
 
@@ -54,19 +54,23 @@ cudaError_t launch_fitting(transposed_stream::Config config, const Device& devic
 }
 
 // Microseconds of transposed_warpgroup: a stage of 64 outputs, what a block adds, the kernel, and what it takes to add
-// the sums of a split block.
+// the sums of a split block; with weights in shared memory and in registers.
 struct WarpgroupCost {
   int tokens;
   float stage, block, sums;
 };
-constexpr WarpgroupCost kWarpgroupCosts[] = {
+constexpr WarpgroupCost kSharedCosts[] = {
     {64, 0.325f, 4.3f, 2.0f}, {128, 0.395f, 4.4f, 3.4f}, {256, 0.63f, 3.3f, 5.4f}};
+constexpr WarpgroupCost kRegisterCosts[] = {
+    {32, 0.445f, 4.5f, 1.2f}, {64, 0.313f, 3.0f, 1.7f}, {128, 0.40f, 2.8f, 3.0f}, {256, 0.655f, 1.3f, 4.8f}};
 constexpr float kWarpgroupStart = 0.5f;
 constexpr int kSplits[] = {2, 3, 4, 6};
 constexpr int kLeastStages = 4;  // of a CTA
+// Of eight bits: above, blocks of 256 tokens with weights in shared memory are faster than with weights in registers.
+constexpr int kRegisterTokens = 256;
 
 transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
-  const int64_t k_blocks = ceil_div(args.k, transposed_warpgroup::kBlockK);
+  const bool in_registers = transposed_warpgroup::in_registers(args);
   const int64_t stages = ceil_div(args.n, transposed_warpgroup::kStageN);
   transposed_warpgroup::Config config{};
   float least = 0.f;
@@ -76,8 +80,9 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
       config = other;
     }
   };
-  for (const WarpgroupCost& cost : kWarpgroupCosts) {
+  const auto consider_blocks = [&](const WarpgroupCost& cost) {
     const int64_t token_blocks = args.batch * ceil_div(args.m, cost.tokens);
+    const int64_t k_blocks = ceil_div(args.k, transposed_warpgroup::block_inputs(cost.tokens, in_registers));
     const auto walk = [&](int64_t count) { return static_cast<float>(count) * cost.stage + cost.block; };
     for (int partners = 1; partners <= (k_blocks > 1 ? 2 : 1); ++partners) {
       const int clusters = device.multiprocessors / partners;
@@ -96,6 +101,13 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
       consider({cost.tokens, cluster, 1, clusters, true},
                kWarpgroupStart + walk(ceil_div(stages, cluster)) + cost.sums);
     }
+  };
+  if (in_registers) {
+    for (const WarpgroupCost& cost : kRegisterCosts) {
+      if (cost.tokens <= transposed_warpgroup::most_register_tokens(args.bits)) consider_blocks(cost);
+    }
+  } else {
+    for (const WarpgroupCost& cost : kSharedCosts) consider_blocks(cost);
   }
   return config;
 }
@@ -172,6 +184,14 @@ namespace transposed_warpgroup {
 bool supports(const MatmulArgs& args) {
   // Rows of dy are what the copy engine takes: multiples of 16 bytes.
   return (args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16) && args.n % 8 == 0;
+}
+
+bool in_registers(const MatmulArgs& args) {
+  const int log2 = log2_group_blocks(args);
+  if (args.bits == 8 && args.m > kRegisterTokens) return false;
+  // Scales are copied 16 bytes at a time.
+  return args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype && (log2 < 0 || log2 >= 2) &&
+         reinterpret_cast<uintptr_t>(args.scales) % 16 == 0;
 }
 
 }  // namespace transposed_warpgroup

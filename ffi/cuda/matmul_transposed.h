@@ -47,7 +47,7 @@ cudaError_t launch_ragged_f32(const MatmulArgs& args, const ragged::Work& work, 
 namespace transposed_warpgroup {
 
 struct Config {
-  int tokens;    // of a CTA's block: 64, 128 or 256
+  int tokens;    // of a CTA's block: 64, 128 or 256, and 32 for weights in registers
   int cluster;   // CTAs, 1 .. kMostCluster
   int partners;  // CTAs of a cluster that share the tokens of their blocks: 1, or 2 in clusters of two
   int clusters;  // how many run at once
@@ -55,11 +55,19 @@ struct Config {
 };
 
 constexpr int kMostCluster = 8;
-constexpr int kBlockK = 128;  // inputs of a CTA's block
-constexpr int kStageN = 64;   // outputs that are summed over at a time
+constexpr int kStageN = 64;  // outputs that are summed over at a time
+
+// Inputs of a CTA's block.
+constexpr int block_inputs(int tokens, bool in_registers) { return in_registers && tokens == 32 ? 256 : 128; }
 
 // Whether the kernel takes these operands; the others are transposed_stream's.
 bool supports(const MatmulArgs& args);
+
+// Whether weights are wgmma's operand in registers: symmetric codes, scales of dy's type, groups of 128 inputs or more,
+// and for eight bits few tokens.
+bool in_registers(const MatmulArgs& args);
+// Of a block, then; the stages of eight bits and 256 tokens are too large to have enough of them.
+constexpr int most_register_tokens(int bits) { return bits == 4 ? 256 : 128; }
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);

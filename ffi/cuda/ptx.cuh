@@ -187,6 +187,13 @@ __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
   return transposed;
 }
 
+// The same in program order with the other volatile instructions: ahead of products that its latency passes beside.
+__device__ __forceinline__ uint32_t transpose_here(uint32_t matrix) {
+  uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(matrix));
+  return transposed;
+}
+
 // Two bf16 products in one instruction; fma with -0 because sm_80 has no mul.bf16x2 and x + -0 is x for every x.
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 800

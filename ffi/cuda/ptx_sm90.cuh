@@ -54,6 +54,16 @@ __device__ __forceinline__ void barrier_arrive_at_rank(uint64_t* barrier, int ra
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(barrier)), "r"(rank));
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address) : "memory");
 }
+// Both without a branch: where `here` at the barrier, and where `there` at the same one of CTA `rank`.
+__device__ __forceinline__ void barrier_arrive_twice(uint64_t* barrier, bool here, bool there, int rank) {
+  asm volatile(
+      "{\n.reg .pred here, there;\n.reg .u32 at;\nsetp.ne.b32 here, %1, 0;\nsetp.ne.b32 there, %2, 0;\n"
+      "@here mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+      "@there mapa.shared::cluster.u32 at, %0, %3;\n"
+      "@there mbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(shared_address(barrier)),
+      "r"(static_cast<int>(here)), "r"(static_cast<int>(there)), "r"(rank)
+      : "memory");
+}
 // Sixteen bytes into the shared memory of another CTA of the cluster, where they count for a barrier at the same place
 // as `barrier` is here: whoever waits for that sees them, without a fence.
 __device__ __forceinline__ void store_async_at_rank(void* shared, const float4& v, uint64_t* barrier, int rank) {

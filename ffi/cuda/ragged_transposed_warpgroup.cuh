@@ -9,6 +9,8 @@
 
 namespace wonly::transposed_warpgroup {
 
+constexpr int kBlockInputs = block_inputs(0, false);
+
 struct Spans {
   struct Params {
     ragged::Work work;
@@ -37,7 +39,7 @@ struct Spans {
     item.weights = span.expert;
     item.first = span.first + row;
     item.rows = min(tile_rows, span.rows - row);
-    item.k0 = (local / tiles * params.partners + rank) * kBlockK;
+    item.k0 = (local / tiles * params.partners + rank) * kBlockInputs;
     item.end = params.stages;
     return item;
   }
@@ -48,9 +50,10 @@ struct Spans {
 template <typename X>
 cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
   Params<Spans> params = make_params<Spans>(args);
-  params.cluster = params.partners = args.k > kBlockK ? 2 : 1;
-  const int64_t groups = ceil_div(args.k, kBlockK * params.partners), tiles = ragged::most_tiles(work);
+  params.cluster = params.partners = args.k > kBlockInputs ? 2 : 1;
+  const int64_t groups = ceil_div(args.k, kBlockInputs * params.partners), tiles = ragged::most_tiles(work);
   if (tiles * groups > INT32_MAX / 2) return cudaErrorInvalidValue;
+  params.clusters = static_cast<int>(std::min<int64_t>(tiles * groups, std::max(1, multiprocessors / params.cluster)));
   params.source = {work, static_cast<int>(groups), params.partners, static_cast<int>(ceil_div(args.n, kStageN))};
   MatmulArgs dy = args;
   dy.k = args.n;
@@ -60,8 +63,7 @@ cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int 
     return error;
   }
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(
-      std::min<int64_t>(tiles * groups, std::max(1, multiprocessors / params.cluster)) * params.cluster));
+  shape.grid = dim3(static_cast<unsigned>(params.clusters * params.cluster));
   shape.cluster = params.cluster;
   return with_shape<Spans, X>(args, work.tile_rows, [&](auto* s) {
     using S = std::remove_pointer_t<decltype(s)>;

@@ -1,5 +1,6 @@
 """dx = dy @ w.T through the packed weights on a GPU."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -65,6 +66,40 @@ def test_few_tokens(rng, bits, mode, dtype):
         weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=dtype)
         dy = random_x(rng, (m, n), dtype)
         assert_transposed(transposed(dy, weight.qt, k), dy, weight)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_tokens(rng, bits, mode, dtype):
+    """The same for the kernel for many: blocks of every number of tokens, whose outputs CTAs share or not, with weights
+    in registers (symmetric codes, groups of 128 and more) or in shared memory."""
+    for group_size, m, k, n in [
+        (128, 24, 1152, 1096),
+        (128, 30, 4224, 72),
+        (32, 17, 416, 2056),
+        (256, 60, 768, 520),
+        (64, 100, 320, 1096),
+        (None, 250, 264, 776),
+        (128, 300, 2688, 200),
+        (32, 500, 352, 136),
+        (None, 700, 1056, 40),
+    ]:
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=dtype)
+        dy = random_x(rng, (m, n), dtype)
+        assert_transposed(transposed(dy, weight.qt, k), dy, weight)
+
+
+@pytest.mark.parametrize("m", [20, 300])
+@pytest.mark.parametrize("power", [-80, 50, 110])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_range_of_scales(rng, bits, power, m):
+    """Scales of any size that bf16 has: those of tens of powers of two, which a model's never are, too."""
+    weight = random_weight(rng, 384, 264, bits=bits, group_size=128, scale_dtype="bfloat16")
+    large = dataclasses.replace(weight.qt, scales=weight.qt.scales * jnp.bfloat16(2.0**power))
+    dy = random_x(rng, (m, 264), "bfloat16")
+    dx = transposed(dy, large, 384)
+    np.testing.assert_array_equal(dx.astype(jnp.float32) * 2.0**-power, transposed(dy, weight.qt, 384))
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257, 600])

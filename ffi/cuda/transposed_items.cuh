@@ -1,0 +1,117 @@
+// What the CTAs of matmul_transposed_warpgroup.cuh work on: blocks of a product's inputs and tokens, and their stages.
+#pragma once
+
+#include "cuda/division.h"
+#include "cuda/matmul_transposed.h"
+#include "cuda/ptx_sm90.cuh"
+#include "layout.h"
+
+namespace wonly::transposed_warpgroup {
+
+constexpr int kConsumers = 2;  // warpgroups
+constexpr int kWarps = kConsumers * 4;
+constexpr int kBarrierBytes = 1024;
+constexpr int kMostSharedBytes = 227 << 10;
+constexpr int kRunOfTokens = 8;  // blocks of tokens that run beside each other with the same weights
+
+// What a cluster works on: a block for every CTA, or one for all of them, of which each has some stages.
+struct Item {
+  int weights;      // batch entry or expert; negative: rows whose result is zero
+  int first, rows;  // of dy
+  int k0;
+  int begin, end;  // stages
+  bool split;
+};
+
+template <typename Source>
+struct Params {
+  MatmulArgs args;
+  typename Source::Params source;
+  int cluster, clusters;  // CTAs of a cluster, and clusters
+  int partners;           // CTAs of a cluster that bring each other dy, 1 or 2, where its item is not split
+  int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
+  bool simple;            // a weight is (code - integer) * scale with a scale of dy's type
+  bool wide_result;       // float32
+  bool rows_of_16_bytes;  // of a 16-bit result
+};
+
+// Blocks of tokens that follow each other. The first `whole` items are a block for each partner; the rest are split.
+struct Consecutive {
+  struct Params {
+    int token_blocks, groups;  // groups: of partners, along the inputs
+    int whole, items;
+    int partners, tokens, inputs;
+    int stages, stages_each, stages_more;  // of a split item: of each rank, and how many have one more
+    Divisor of_batch, of_run;              // blocks of tokens and groups, all and those of a run
+    Divisor run, last_run;                 // blocks of tokens of a run, and of the last one
+  };
+  static constexpr int kSharedBytes = 0;
+  static constexpr int kStagingTokens = 128;
+  static constexpr bool kBulkStores = true;
+
+  const Params& params;
+  int64_t m;
+
+  __device__ Consecutive(const Params& params, const MatmulArgs& args, uint8_t*) : params(params), m(args.m) {}
+
+  __device__ int items() const { return params.items; }
+
+  __device__ Item item(int index, int rank) const {
+    Item item{};
+    item.split = index >= params.whole;
+    const int rest = index - params.whole;
+    const bool two = params.partners == 2;
+    const int group = item.split ? params.whole + (two ? rest >> 1 : rest) : index;
+    const int partner = !item.split ? rank : two ? rest & 1 : 0;
+    int within, in_run, of_run;
+    item.weights = params.of_batch.divide(group, &within);
+    const int run = params.of_run.divide(within, &in_run);
+    const bool last = run * kRunOfTokens + kRunOfTokens > params.token_blocks;
+    const int k_group = (last ? params.last_run : params.run).divide(in_run, &of_run);
+    item.first = (run * kRunOfTokens + of_run) * params.tokens;
+    item.rows = static_cast<int>(min(m - item.first, static_cast<int64_t>(params.tokens)));
+    item.k0 = (k_group * params.partners + partner) * params.inputs;
+    item.begin = item.split ? params.stages_each * rank + min(rank, params.stages_more) : 0;
+    item.end = item.split ? item.begin + params.stages_each + (rank < params.stages_more) : params.stages;
+    return item;
+  }
+
+  __device__ int64_t row(const Item& item, int i) const { return item.weights * m + item.first + i; }
+};
+
+// A CTA and its ring of stages.
+template <typename S>
+struct Cta {
+  const Params<typename S::Source>& params;
+  const CUtensorMap& dy_map;
+  const typename S::Source& source;
+  uint64_t *full, *empty;  // barriers of the stages
+  uint8_t* ring;
+  int warp, lane, rank;
+  int first_item;
+
+  // Starts the copies of dy for a stage; by one thread, which has told the barrier of kDyBytes.
+  __device__ __forceinline__ void copy_dy(int slot, int n, int row, int batch, bool split) const {
+    uint8_t* const to = ring + slot * S::kStageBytes + S::kDyAt;
+    if (params.partners == 1) {
+      ptx::tensor_copy_3d(to, &dy_map, n, row, batch, full + slot);
+      return;
+    }
+    constexpr int kRows = S::kTokens / 2, kBytes = S::kDyBytes / 2;  // of a partner
+    if (split) {
+      ptx::tensor_copy_3d(to, &dy_map, n, row, batch, full + slot);
+      ptx::tensor_copy_3d(to + kBytes, &dy_map, n, row + kRows, batch, full + slot);
+    } else {
+      ptx::tensor_copy_3d_multicast(to + rank * kBytes, &dy_map, n, row + rank * kRows, batch, full + slot, 3);
+    }
+  }
+
+  // A warp that multiplies has done with a stage of `item`.
+  __device__ __forceinline__ void release(const Item& item, int slot) const {
+    __syncwarp();
+    const bool arrives = ptx::arrives(lane);
+    ptx::barrier_arrive_twice(empty + slot, arrives, arrives && params.partners == 2, item.split ? rank : rank ^ 1);
+  }
+};
+
+}  // namespace wonly::transposed_warpgroup

@@ -1,0 +1,263 @@
+// Stages of matmul_transposed_warpgroup.cuh with weights as the register operand of wgmma: symmetric codes, scales of
+// dy's type, one for 128 inputs or more.
+//
+// Two warps keep the ring full: one with dy, by the tensor copy engine, one with packed weights and scales, by bulk
+// copies. Rows of the register operand are inputs, while a lane's packed word holds codes of one output: movmatrix
+// exchanges words as 8 x 8 matrices of their halves, after which the masks of convert.h leave pairs of neighbouring
+// outputs. Other instructions take longer beside wgmma, about two cycles each, so their number counts, branches most.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/ring.cuh"
+#include "cuda/transposed_items.cuh"
+#include "cuda/wgmma.cuh"
+#include "dequant/convert.h"
+#include "layout.h"
+
+namespace wonly::transposed_warpgroup {
+
+// Codes to weights, pairs of neighbouring outputs: the code less its bias, which is exact, times the scale. For bf16 a
+// masked code is the number code * 2^-133 (convert.h), and its weight is made in units of 2^-6: below 2^-120, not
+// 2^-126, weights are subnormal.
+template <typename X, int kBits>
+struct PairConverter {
+  static constexpr bool kBf16 = std::is_same_v<X, __nv_bfloat16>;
+  static constexpr float kUnscale = kBf16 ? 0x1p+6f : 1.f;  // of the sums
+  static constexpr uint32_t kNothing = 0x80008000u;         // -0
+
+  __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
+    return kBf16 ? fma_bf16x2(a, b, c) : fma_f16x2(a, b, c);
+  }
+  // The codes of a word, less their bias: nibbles i and i + 4, or bytes i and i + 2.
+  __device__ static void numbers(uint32_t word, uint32_t (&to)[8 * 2 / kBits]) {
+    if constexpr (kBf16) {
+      constexpr uint32_t kUp = 0x7f007f00u, kUpOdd = 0x7d007d00u;  // 2^127, 2^123
+      constexpr uint32_t kMinus = kBits == 4 ? 0xbe00be00u : 0xc000c000u;
+      if constexpr (kBits == 4) {
+        uint4_to_subnormal(word, to);
+      } else {
+        uint8_to_subnormal(word, to);
+      }
+#pragma unroll
+      for (int i = 0; i < 16 / kBits; ++i) to[i] = fma(to[i], kBits == 4 && i % 2 == 1 ? kUpOdd : kUp, kMinus);
+    } else if constexpr (kBits == 4) {
+      int4_to_f16(word, to);
+    } else {
+      int8_to_f16<ByteOrder::kInterleaved>(word, to);
+    }
+  }
+  __device__ static uint32_t times(uint32_t number, uint32_t scale) { return fma(number, scale, kNothing); }
+};
+
+template <typename X_, int kBits_, int kTokens_>
+struct RegisterShape {
+  using Source = Consecutive;
+  using X = X_;
+  static constexpr bool kInRegisters = true, kMovesRegisters = true;
+  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
+  static constexpr int kBits = kBits_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kBlockK = block_inputs(kTokens, true);
+  static constexpr int kTiles = kBlockK / (kConsumers * 64);  // of 64 inputs, of a warpgroup
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kColumns = kTokens, kParts = 1;
+  static constexpr int kDyAt = 0, kDyBytes = kTokens * kStageN * 2;
+  static constexpr int kWeightsAt = kDyBytes, kPackedTiles = kBlockK / tile_k(kBits);
+  static constexpr int kScalesAt = kWeightsAt + kPackedTiles * kTileBytes, kScaleBytes = kStageN * 2;  // of a row
+  static constexpr int kStageBytes = (kScalesAt + kTiles * kScaleBytes + 1023) / 1024 * 1024;
+  static constexpr int kStagingTokens = std::min(kTokens, Source::kStagingTokens / kTiles);
+  static constexpr int kStagingBytes = kStagingTokens * kTiles * 128;  // of one warpgroup
+  static constexpr int kMostStages = 12;
+  static constexpr int kSourceAt = kMostSharedBytes - Source::kSharedBytes;
+  static constexpr int kStagingAt = (kSourceAt - kConsumers * kStagingBytes) / 1024 * 1024;
+  static constexpr int kRingBytes = kStagingAt - kBarrierBytes;
+  static constexpr int kStages = std::min(kRingBytes / kStageBytes, kMostStages);
+  static constexpr int kSharedBytes = kMostSharedBytes;
+  static constexpr float kUnscale = PairConverter<X, kBits>::kUnscale;
+  static constexpr int kArrivals = 2;  // at a stage: who copies
+  static_assert(kStages >= 3);
+};
+
+// Fills the ring; whether the last item was split.
+template <typename S>
+__device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
+  const auto& params = cta.params;
+  const MatmulArgs& args = params.args;
+  const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
+  const bool two_rows = S::kTiles == 2 && params.log2_group_blocks == 2;  // of scales
+  bool last_split = false;
+  RingPosition<S::kStages> at;
+  for (int index = cta.first_item; index < cta.source.items(); index += params.clusters) {
+    const Item item = cta.source.item(index, cta.rank);
+    last_split = item.split;
+    if (cta.warp == kWarps) {
+      const int batch = args.x_batch_stride == 0 ? 0 : item.weights;
+      for (int stage = item.begin; stage < item.end; ++stage, at.advance()) {
+        ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
+        if (!ptx::elect_one()) continue;
+        ptx::barrier_expect(cta.full + at.slot, S::kDyBytes);
+        cta.copy_dy(at.slot, stage * kStageN, item.first, batch, item.split);
+      }
+      continue;
+    }
+    if (cta.warp > kWarps + 1) continue;
+    const int first_tile = item.k0 / tile_k(S::kBits);
+    const int weight_bytes = max(0, min(S::kPackedTiles, k_tiles - first_tile)) * kTileBytes;
+    const uint32_t* words = args.qw + item.weights * args.qw_batch_stride +
+                            (static_cast<int64_t>(item.begin) * k_tiles + first_tile) * kTileWords;
+    const int group = params.log2_group_blocks < 0 ? 0 : item.k0 / 32 >> params.log2_group_blocks;
+    const auto row_of = [&](int64_t group) {
+      return static_cast<const uint16_t*>(args.scales) + item.weights * args.scales_batch_stride +
+             min(group, args.groups - 1) * args.n;
+    };
+    const uint16_t *const scales = row_of(group), *const more_scales = row_of(group + 1);
+    for (int stage = item.begin; stage < item.end; ++stage, words += k_tiles * kTileWords, at.advance()) {
+      ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
+      if (!ptx::elect_one()) continue;
+      uint64_t* const full = cta.full + at.slot;
+      uint8_t* const to = cta.ring + at.slot * S::kStageBytes;
+      ptx::barrier_expect(full, weight_bytes + (two_rows ? 2 : 1) * S::kScaleBytes);
+      if (weight_bytes > 0) ptx::bulk_copy(to + S::kWeightsAt, words, weight_bytes, full);
+      const auto copy_scales = [&](uint8_t* row, const uint16_t* from) {
+        const int64_t n = static_cast<int64_t>(stage) * kStageN;
+        const int count = static_cast<int>(min(static_cast<int64_t>(kStageN), args.n - n));
+        ptx::bulk_copy(row, from + n, count * 2, full);
+        // Beyond the last output others of the group, which meet zeros of dy.
+        for (int copied = count; copied < kStageN;) {
+          const int more = static_cast<int>(min(static_cast<int64_t>(kStageN - copied), args.n));
+          ptx::bulk_copy(row + copied * 2, from, more * 2, full);
+          copied += more;
+        }
+      };
+      copy_scales(to + S::kScalesAt, scales);
+      if (two_rows) copy_scales(to + S::kScalesAt + S::kScaleBytes, more_scales);
+    }
+  }
+  return last_split;
+}
+
+// Adds the products of an item's stages up.
+template <typename S>
+__device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, const Item& item,
+                                                             RingPosition<S::kStages>& at,
+                                                             float (&acc)[S::kTiles][S::kTokens / 2]) {
+  using C = PairConverter<typename S::X, S::kBits>;
+  // A fragment is 16 inputs, and a warp has one of each of its warpgroup's tiles, which follow each other. Of a lane's
+  // 16 bytes of an atom it needs kWords words, and where that is half of the codes of two words, they become one.
+  constexpr int kFragments = S::kBits == 4 ? 4 : 2;  // that 16 bytes of a lane are
+  constexpr bool kMerged = S::kTiles < kFragments / 2;
+  constexpr int kWords = std::max(2, 4 * S::kTiles / kFragments), kMoved = kMerged ? 1 : kWords;
+  constexpr int kPairs = 16 / S::kBits;       // of a word
+  const int fragment = cta.warp * S::kTiles;  // of the block
+  const int words_at = S::kWeightsAt + fragment / kFragments * kTileBytes +
+                       fragment % kFragments * 4 / kFragments / kWords * kWords * 4 + cta.lane * 16;
+  const uint32_t selector = fragment % 2 == 0 ? 0x6240u : 0x7351u;
+  const int scale_row = cta.params.log2_group_blocks == 2 ? cta.warp / 4 * (S::kTiles - 1) : 0;
+  const int scales_at = S::kScalesAt + scale_row * S::kScaleBytes + cta.lane / 8 * 16;
+
+  // What the weights of a stage, which has landed, are products of.
+  uint32_t numbers[kAtomsPerTile][kMoved][kPairs], scales[2 * kAtomsPerTile];
+  const auto load = [&] {
+    ptx::barrier_wait(cta.full + at.slot, at.phase);
+    const uint8_t* const from = cta.ring + at.slot * S::kStageBytes;
+    uint32_t words[kAtomsPerTile][kWords];
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+      const uint8_t* const of_atom = from + words_at + atom * kAtomWords * 4;
+      if constexpr (kWords == 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(of_atom);
+        words[atom][0] = four.x, words[atom][1] = four.y, words[atom][2] = four.z, words[atom][3] = four.w;
+      } else {
+        const uint2 two = *reinterpret_cast<const uint2*>(of_atom);
+        words[atom][0] = two.x, words[atom][1] = two.y;
+      }
+    }
+#pragma unroll
+    for (int two = 0; two < kAtomsPerTile; two += 2) {
+      uint32_t of_two[4];
+      ptx::load_matrices(of_two, ptx::shared_address(from) + scales_at + two * kAtomN * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scales[two * 2 + i] = of_two[i];
+    }
+    uint32_t moved[kAtomsPerTile][kMoved];
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+#pragma unroll
+      for (int i = 0; i < kMoved; ++i) {
+        moved[atom][i] =
+            ptx::transpose_here(kMerged ? byte_permute(words[atom][0], words[atom][1], selector) : words[atom][i]);
+      }
+    }
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+#pragma unroll
+      for (int i = 0; i < kMoved; ++i) {
+        C::numbers(moved[atom][i], numbers[atom][i]);
+        ptx::keep(numbers[atom][i]);  // made here, not where they are used
+      }
+    }
+  };
+  // Register half * 2 + i of a fragment: inputs 8i .. and outputs 8 half .. .
+  const auto scale = [&](uint32_t (&to)[kAtomsPerTile][S::kTiles][4]) {
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+#pragma unroll
+      for (int word = 0; word < kMoved; ++word) {
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          const int half = kMerged ? i / 2 : word % 2;
+          const int tile = kMerged ? 0 : word / 2 * (kPairs / 2) + i / 2;
+          to[atom][tile][half * 2 + i % 2] = C::times(numbers[atom][word][i], scales[atom * 2 + half]);
+        }
+      }
+    }
+  };
+  const auto multiply = [&](const uint32_t (&with)[kAtomsPerTile][S::kTiles][4], bool first) {
+    const uint64_t dy = ptx::wgmma_descriptor(cta.ring + at.slot * S::kStageBytes + S::kDyAt);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+      const int accumulate = !first || atom > 0;
+#pragma unroll
+      for (int tile = 0; tile < S::kTiles; ++tile) {
+        if constexpr (C::kBf16) {
+          ptx::Wgmma<S::kTokens>::bf16(acc[tile], with[atom][tile], dy + (atom * 32 >> 4), accumulate);
+        } else {
+          ptx::Wgmma<S::kTokens>::f16(acc[tile], with[atom][tile], dy + (atom * 32 >> 4), accumulate);
+        }
+      }
+    }
+    ptx::wgmma_commit();
+  };
+
+  // Once the registers of the weights before the last may be written nothing is left to do but to scale, as the tensor
+  // cores may be waiting already: all else happens while products run.
+  uint32_t weights[2][kAtomsPerTile][S::kTiles][4];
+  RingPosition<S::kStages> done = at;  // the first stage that has not been released
+  load();
+  int stage = item.begin;
+  const auto next = [&](uint32_t (&of_stage)[kAtomsPerTile][S::kTiles][4]) {
+    scale(of_stage);
+    multiply(of_stage, stage == item.begin);
+    if (stage >= item.begin + 2) {
+      cta.release(item, done.slot);
+      done.advance();
+    }
+    at.advance();
+    if (stage + 1 < item.end) load();
+    ptx::wgmma_wait<1>();
+    return ++stage < item.end;
+  };
+#pragma unroll 1
+  while (next(weights[0]) && next(weights[1])) {
+  }
+  ptx::wgmma_wait<0>();
+  for (; done.slot != at.slot; done.advance()) cta.release(item, done.slot);
+}
+
+}  // namespace wonly::transposed_warpgroup
