@@ -71,7 +71,7 @@ struct Shape {
 // Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of wgmma: eight tokens by
 // four blocks in tf32, and after it what these numbers lack to float32.
 template <typename X>
-__device__ __forceinline__ void add_activations(const uint8_t* x, int lane, uint8_t* to) {
+__device__ __forceinline__ void add_activations(const uint8_t* x, int first_row, int tokens, int lane, uint8_t* to) {
   const X one = from_float<X>(1.f);
   const uint32_t pair = pack_pair(one, one);
   const uint32_t ones[4] = {pair, pair, pair, pair};
@@ -81,7 +81,8 @@ __device__ __forceinline__ void add_activations(const uint8_t* x, int lane, uint
   for (int block = 0; block < kStageBlocks; ++block) {
     const int unit = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
     uint32_t inputs[4];
-    ptx::load_matrices(inputs, ptx::shared_address(x + block / 2 * kChunkBytes + token * 128 + (unit ^ token) * 16));
+    const int row = first_row + block / 2 * tokens + token;
+    ptx::load_matrices(inputs, ptx::shared_address(x + row * 128 + (unit ^ row % 8) * 16));
     float sum[4] = {};
     if constexpr (Convert<X>::kBf16) {
       ptx::mma_bf16(sum, ones, inputs[0], inputs[1]);
@@ -143,8 +144,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
     for (int i = 0; i < layout.pieces; ++i) {
       const int stage = i << layout.log2_piece;
-      ptx::barrier_expect(arrived + i, kStageBytes << layout.log2_piece);
-      ptx::tensor_copy_4d(x + stage * kStageBytes, &map, 0, 0, (first_stage + stage) * kTiles, x_batch, arrived + i);
+      ptx::barrier_expect(arrived + i, tokens * kTiles * 128 << layout.log2_piece);
+      ptx::tensor_copy_4d(x + stage * tokens * (kTiles * 128), &map, 0, 0, (first_stage + stage) * kTiles, x_batch,
+                          arrived + i);
     }
   }
 
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (S::kSums) {  // of a piece when it has come, behind its branch in the loop: 14 to 25% slower
     for (int i = 0; i < layout.pieces; ++i) ptx::barrier_wait(arrived + i, 0);
     for (int stage = warp; stage < stages; stage += kThreads / 32) {
-      add_activations<X>(x + stage * kStageBytes, lane, sums + stage * kSumBytes);
+      add_activations<X>(x, stage * kTiles * tokens, tokens, lane, sums + stage * kSumBytes);
     }
     ptx::fence_shared_for_async();
     __syncthreads();
@@ -270,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             ptx::wgmma_tf32(shift_sums, shift_pieces, operand, 0);
             ptx::wgmma_tf32(shift_sums, shift_pieces, operand + (kSumBytes / 2 >> 4), 1);
           }
-          const uint64_t operand = operands + stage * (kStageBytes >> 4);
+          const uint64_t operand = operands + stage * tokens * (kTiles * 128 >> 4);
 #pragma unroll
           for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -289,7 +291,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int of_tile = 0; of_tile < kSteps; ++of_tile) {
               const int step = tile * kSteps + of_tile, group = step / kGroupSteps;
-              const uint64_t operand_x = operand + ((tile * kChunkBytes + of_tile * 32) >> 4);
+              const uint64_t operand_x = operand + tile * tokens * (128 >> 4) + (of_tile * 32 >> 4);
               if constexpr (C::kBf16) {
                 ptx::Wgmma<kTokens>::bf16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
               } else {
@@ -378,7 +380,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   params.of_shift = offsets ? 1.f : 0.f;
   if (params.layout.bytes > shared_bytes) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
-  const cudaError_t error = describe_chunks(args, kTokens, kTiles << params.layout.log2_piece, &map);
+  const cudaError_t error = describe_chunks(args, static_cast<int>(args.m), kTiles << params.layout.log2_piece, &map);
   if (error != cudaSuccess) return error;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(config.parts * config.cluster), static_cast<unsigned>(args.batch));

@@ -50,7 +50,7 @@ constexpr int kRunBytes = kWarps * S::kTiles * 32 * 16;  // sums of a CTA's bloc
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
     transposed_warpgroup_matmul(const __grid_constant__ Params<typename S::Source> params,
-                                const __grid_constant__ CUtensorMap dy_map,
+                                const __grid_constant__ CUtensorMap dy_map, const __grid_constant__ CUtensorMap dy_last,
                                 const __grid_constant__ CUtensorMap dx_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const typename S::Source source(params.source, args, shared + S::kSourceAt);
   __syncthreads();
   if (params.cluster > 1) ptx::cluster_share();
-  const Cta<S> cta{params, dy_map, source, full, empty, ring, warp, lane, rank, ptx::cluster_index()};
+  const Cta<S> cta{params, dy_map, dy_last, source, full, empty, ring, warp, lane, rank, ptx::cluster_index()};
 
   if (warp >= kWarps) {
     if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kProducerRegisters>();
@@ -321,19 +321,19 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
   dy.k = args.n;
   dx.x = args.y;
   dx.x_batch_stride = args.m * args.k;
-  CUtensorMap dy_map, dx_map{};
-  if (cudaError_t error = describe_activations(dy, S::kTokens / config.partners, &dy_map); error != cudaSuccess) {
-    return error;
-  }
-  if (params.rows_of_16_bytes) {
-    if (cudaError_t error = describe_activations(dx, S::kStagingTokens, &dx_map); error != cudaSuccess) return error;
-  }
+  CUtensorMap dy_map{}, dy_last{}, dx_map{};
+  const int part = S::kTokens / config.partners, last = static_cast<int>(args.m % part);
+  cudaError_t error = cudaSuccess;
+  if (args.m >= part) error = describe_activations(dy, part, &dy_map);
+  if (last > 0 && error == cudaSuccess) error = describe_activations(dy, last, &dy_last);
+  if (params.rows_of_16_bytes && error == cudaSuccess) error = describe_activations(dx, S::kStagingTokens, &dx_map);
+  if (error != cudaSuccess) return error;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(params.clusters * config.cluster));
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
   shape.shared_bytes = S::kSharedBytes;
-  return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, dy_map, dx_map);
+  return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, dy_map, dy_last, dx_map);
 }
 
 // Calls `launch` with a null pointer to the kernel's shape for blocks of `tokens` tokens.

@@ -45,6 +45,8 @@ struct Spans {
   }
 
   __device__ int64_t row(const Item& item, int i) const { return plan.row(item.first + i); }
+
+  __device__ int copied_rows(int, int tokens) const { return tokens; }
 };
 
 template <typename X>
@@ -69,7 +71,7 @@ cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int 
     using S = std::remove_pointer_t<decltype(s)>;
     shape.threads = S::kThreads;
     shape.shared_bytes = S::kSharedBytes;
-    return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, map, map);
+    return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, map, map, map);
   });
 }
 

@@ -77,32 +77,38 @@ struct Consecutive {
   }
 
   __device__ int64_t row(const Item& item, int i) const { return item.weights * m + item.first + i; }
+
+  // Of a block from row `first` of dy on: the copy engine takes longer for rows that are not there than for others.
+  __device__ int copied_rows(int first, int tokens) const {
+    return static_cast<int>(min(m - first, static_cast<int64_t>(tokens)));
+  }
 };
 
 // A CTA and its ring of stages.
 template <typename S>
 struct Cta {
   const Params<typename S::Source>& params;
-  const CUtensorMap& dy_map;
+  const CUtensorMap &dy_map, &dy_last;  // of a partner's part, and of one that has not all rows
   const typename S::Source& source;
   uint64_t *full, *empty;  // barriers of the stages
   uint8_t* ring;
   int warp, lane, rank;
   int first_item;
 
-  // Starts the copies of dy for a stage; by one thread, which has told the barrier of kDyBytes.
+  // Starts the copies of dy for a stage, and tells its barrier of them; by one thread.
   __device__ __forceinline__ void copy_dy(int slot, int n, int row, int batch, bool split) const {
+    constexpr int kRowBytes = S::kDyBytes / S::kTokens;
     uint8_t* const to = ring + slot * S::kStageBytes + S::kDyAt;
-    if (params.partners == 1) {
-      ptx::tensor_copy_3d(to, &dy_map, n, row, batch, full + slot);
-      return;
-    }
-    constexpr int kRows = S::kTokens / 2, kBytes = S::kDyBytes / 2;  // of a partner
-    if (split) {
-      ptx::tensor_copy_3d(to, &dy_map, n, row, batch, full + slot);
-      ptx::tensor_copy_3d(to + kBytes, &dy_map, n, row + kRows, batch, full + slot);
-    } else {
-      ptx::tensor_copy_3d_multicast(to + rank * kBytes, &dy_map, n, row + rank * kRows, batch, full + slot, 3);
+    const int rows = source.copied_rows(row, S::kTokens), all = params.partners == 1 ? S::kTokens : S::kTokens / 2;
+    ptx::barrier_expect(full + slot, rows * kRowBytes);
+    const bool shared = params.partners == 2 && !split;
+    for (int first = shared ? rank * all : 0; first < rows; first += all) {
+      const CUtensorMap* const map = rows - first < all ? &dy_last : &dy_map;
+      if (shared) {
+        ptx::tensor_copy_3d_multicast(to + first * kRowBytes, map, n, row + first, batch, full + slot, 3);
+        break;
+      }
+      ptx::tensor_copy_3d(to + first * kRowBytes, map, n, row + first, batch, full + slot);
     }
   }
 

@@ -100,7 +100,6 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
       for (int stage = item.begin; stage < item.end; ++stage, at.advance()) {
         ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
         if (!ptx::elect_one()) continue;
-        ptx::barrier_expect(cta.full + at.slot, S::kDyBytes);
         cta.copy_dy(at.slot, stage * kStageN, item.first, batch, item.split);
       }
       continue;

@@ -307,7 +307,6 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
     uint8_t* const weights = cta.ring + slot * S::kStageBytes;
     ptx::barrier_wait(cta.empty + slot, phase);
     if (part == 0 && ptx::elect_one()) {
-      ptx::barrier_expect(cta.full + slot, S::kDyBytes);
       cta.copy_dy(slot, packed.n0, packed.row, packed.batch, packed.split);
     }
     __syncwarp();
