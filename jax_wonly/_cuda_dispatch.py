@@ -167,7 +167,7 @@ def _scheme(
 
 
 def _warpgroup(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
-    return _least(_cuda_costs.warpgroup_times(m, k, n, batch, scheme, _gpu()[1], _WARPGROUPS))
+    return _least(_cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], _WARPGROUPS))
 
 
 def _resident(k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
@@ -258,7 +258,7 @@ def rounds_weights(m: int, k: int, n: int, batch: int, bits: int, x_dtype, *scal
     if name != "matmul_warpgroup":
         return name in ("matmul_tiled", "matmul_mma")
     scheme = _scheme(k, n, bits, groups, x_dtype, *scales)
-    times = _cuda_costs.warpgroup_times(m, k, n, batch, scheme, _gpu()[1], _WARPGROUPS)
+    times = _cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], _WARPGROUPS)
     (tokens, *_), _ = min(times, key=lambda pair: pair[1])
     return scheme.rounds(tokens)
 

@@ -580,7 +580,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           const int at_row = (S::kFlushes == 4 ? group * stage_groups / 4 : group) * S::kRows + row;
           load_pair(data + S::kScalesAt + at_row * scale_size, args.scale_dtype, group_scales[i]);
           if (!S::kZeros) {
-            load_pair(data + offsets_at + at_row * 2, args.x_dtype, group_shifts[i]);
+            if (!S::kAnyScales) load_pair(data + offsets_at + at_row * 2, args.x_dtype, group_shifts[i]);
           } else if (shift_size == 1) {
             const uint8_t* of_row = data + S::kShiftsAt + at_row;
             group_shifts[i][0] = of_row[0], group_shifts[i][1] = of_row[8];
@@ -606,6 +606,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           shift_pair = from_float2<X>(static_cast<float>(shifts_of[i]), static_cast<float>(shifts_of[i]));
         }
         affine[i] = Rounded::affine_of_pairs(scale_pair, shift_pair);
+        // Where scales may be of another type there are no offsets.
+        if (!S::kZeros && S::kAnyScales) shift_pair = scale_pair;
         if (!S::kZeros) affine[i].offset = Rounded::fma(shift_pair, offset_factor, 0x80008000u);
       }
     };
