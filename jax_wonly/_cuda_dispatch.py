@@ -226,13 +226,13 @@ def kernel(
     ):
         return "matmul_decode"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
-    exact = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    by_warpgroups = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     small_groups = k // groups in (32, 64) and groups > 1
     scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    always = exact and (small_groups or scheme.plain or (scheme.floats and resident))
+    always = by_warpgroups and (small_groups or scheme.plain or (scheme.floats and resident))
     streamed = m <= _STREAM.tokens and not wide and not always
     other = math.inf
-    if exact and not streamed:
+    if by_warpgroups and not streamed:
         other = _warpgroup(m, k, n, batch, scheme)
     elif not streamed:
         other = _stream(m, batch * n * k * bits / 8, False)
@@ -240,11 +240,11 @@ def kernel(
         return "matmul_resident"
     if not streamed:
         least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
-        enough = m >= (least if exact else STREAM_TOKENS + 1)
+        enough = m >= (least if by_warpgroups else STREAM_TOKENS + 1)
         if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
             if _tiled(m, k, n, batch, shift_mode) < other:
                 return "matmul_tiled"
-        if exact:
+        if by_warpgroups:
             return "matmul_warpgroup"
         if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
             if _mma(m, k, n, batch, bits) < other:

@@ -109,14 +109,15 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const int64_t log2 = log2_group_blocks(args);
   const bool small_groups = log2 == 0 || log2 == 1;
-  const bool exact = warpgroup::supports(args);
+  const bool by_warpgroups = warpgroup::supports(args);
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
-  const bool always = exact && (small_groups || warpgroup::is_plain(args) || (sums && resident::supports(args)));
+  const bool always =
+      by_warpgroups && (small_groups || warpgroup::is_plain(args) || (sums && resident::supports(args)));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
-  const float us = streamed ? 0.f
-                   : exact  ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
-                            : stream_us(args);
+  const float us = streamed        ? 0.f
+                   : by_warpgroups ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
+                                   : stream_us(args);
   if (device.architecture == 90 && resident::supports(args)) {
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
@@ -126,14 +127,14 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
-    if (args.m >= (exact ? least : kStreamPass + 1) && tiled::supports(args)) {
+    if (args.m >= (by_warpgroups ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
       const tiled::Costs& of_tiles = args.shift_mode == ShiftMode::kTable ? costs::kTable : costs::kTiled;
       const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
       if (tiled_us < us) return tiled::launch(args, tiles, stream);
     }
-    if (exact) return warpgroup::launch(args, warpgroups, stream);
+    if (by_warpgroups) return warpgroup::launch(args, warpgroups, stream);
   }
   if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass &&
       args.shift_mode != ShiftMode::kTable && tiled::supports(args)) {
