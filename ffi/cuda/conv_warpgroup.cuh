@@ -116,10 +116,9 @@ cudaError_t launch_bits(const ConvArgs& conv, const warpgroup::Config& config, c
   params.width = Divisor(g.width.result);
   params.geometry = g;
   warpgroup::Maps maps;
-  const int last = static_cast<int>(args.m % config.tokens);
-  cudaError_t error = cudaSuccess;
-  if (args.m >= config.tokens) error = describe_pixels(conv, config.tokens, &maps.x);
-  if (last > 0 && error == cudaSuccess) error = describe_pixels(conv, last, &maps.last);
+  const cudaError_t error =
+      describe_blocks(args.m, config.tokens, &maps.x, &maps.last,
+                      [&](int pixels, CUtensorMap* map) { return describe_pixels(conv, pixels, map); });
   if (error != cudaSuccess) return error;
   const auto launch = [&](auto warpgroups, auto pixels) {
     // Of few pixels converting codes takes longer than scaling sums.

@@ -23,6 +23,7 @@
 //   int items()                   what the clusters walk over
 //   Item item(i, rank)            one warp
 //   int64_t row(item, i)          where row i of a block is in the result
+//   int copied_rows(first, tokens)  rows of dy that are copied for a block from row `first` on
 #pragma once
 
 #include <cuda_bf16.h>
@@ -322,10 +323,9 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
   dx.x = args.y;
   dx.x_batch_stride = args.m * args.k;
   CUtensorMap dy_map{}, dy_last{}, dx_map{};
-  const int part = S::kTokens / config.partners, last = static_cast<int>(args.m % part);
-  cudaError_t error = cudaSuccess;
-  if (args.m >= part) error = describe_activations(dy, part, &dy_map);
-  if (last > 0 && error == cudaSuccess) error = describe_activations(dy, last, &dy_last);
+  cudaError_t error =
+      describe_blocks(args.m, S::kTokens / config.partners, &dy_map, &dy_last,
+                      [&](int tokens, CUtensorMap* map) { return describe_activations(dy, tokens, map); });
   if (params.rows_of_16_bytes && error == cudaSuccess) error = describe_activations(dx, S::kStagingTokens, &dx_map);
   if (error != cudaSuccess) return error;
   LaunchShape shape;

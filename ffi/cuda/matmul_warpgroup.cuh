@@ -919,10 +919,9 @@ template <typename S>
 cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   Maps maps;
-  const int last = static_cast<int>(args.m % S::kTokens);
-  cudaError_t error = cudaSuccess;
-  if (args.m >= S::kTokens) error = describe_activations(args, S::kTokens, &maps.x);
-  if (last > 0 && error == cudaSuccess) error = describe_activations(args, last, &maps.last);
+  cudaError_t error = describe_blocks(args.m, S::kTokens, &maps.x, &maps.last, [&](int tokens, CUtensorMap* map) {
+    return describe_activations(args, tokens, map);
+  });
   if (error != cudaSuccess) return error;
   if (S::kFlushes > 1) {
     const auto describe = [&](const void* data, DType type, int64_t batch_stride, CUtensorMap* map) {

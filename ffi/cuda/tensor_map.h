@@ -31,4 +31,15 @@ cudaError_t describe_pixels(const ConvArgs& args, int pixels, CUtensorMap* map);
 // Images of two axes as rows: `pixels` x 64 features of a row at a time, swizzled and with zeros as above.
 cudaError_t describe_image_rows(const DirectConvArgs& args, int pixels, CUtensorMap* map);
 
+// `describe(count, map)` for whole blocks of `block` rows, and for the last one where it is not whole: the copy engine
+// takes longer for rows that are not there than for others.
+template <typename Describe>
+cudaError_t describe_blocks(int64_t rows, int block, CUtensorMap* whole, CUtensorMap* last, Describe&& describe) {
+  const int rest = static_cast<int>(rows % block);
+  cudaError_t error = cudaSuccess;
+  if (rows >= block) error = describe(block, whole);
+  if (rest > 0 && error == cudaSuccess) error = describe(rest, last);
+  return error;
+}
+
 }  // namespace wonly
