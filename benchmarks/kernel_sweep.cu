@@ -96,7 +96,8 @@ __global__ void widen(const void* from, float* to, int64_t count, DType type) {
 
 struct Buffer {
   void* data = nullptr;
-  explicit Buffer(int64_t bytes) { CHECK(cudaMalloc(&data, std::max<int64_t>(bytes, 4))); }
+  int64_t bytes;
+  explicit Buffer(int64_t bytes) : bytes(bytes) { CHECK(cudaMalloc(&data, std::max<int64_t>(bytes, 4))); }
   ~Buffer() { cudaFree(data); }
   Buffer(const Buffer&) = delete;
 };
@@ -149,6 +150,8 @@ int check(int every, const char* only) {
           args.x_dtype = xt, args.scale_dtype = st, args.shift_dtype = zt, args.bias_dtype = DType::kF32,
           args.y_dtype = variant == 4 ? xt : DType::kF32;
           args.shift_mode = variant == 0 ? ShiftMode::kNone : variant == 3 ? ShiftMode::kOffsets : ShiftMode::kZeros;
+          // Rows of float32 in pieces of 128, where there is no batch.
+          args.scratch_bytes = xt == DType::kF32 && s.b == 1 ? 128 * s.k * 6 : 32 << 20;
           if (only != nullptr && !takes(only, args)) continue;
           Buffer x(s.b * s.m * s.k * 4), qw(s.b * words * 4), scales(s.b * groups * s.n * 4),
               shift(s.b * groups * s.n * 4), bias(s.b * s.n * 4), y(s.b * s.m * s.n * 4), wide(s.b * s.m * s.n * 4),
@@ -166,6 +169,7 @@ int check(int every, const char* only) {
           args.x = x.data, args.qw = static_cast<uint32_t*>(qw.data), args.scales = scales.data, args.bias = bias.data;
           args.shift = variant == 0 ? nullptr : shift.data;
           args.y = y.data;
+          args.scratch = scratch.data;
           args.x_batch_stride = s.m * s.k, args.qw_batch_stride = words;
           args.scales_batch_stride = args.shift_batch_stride = groups * s.n;
           args.bias_batch_stride = s.n;
@@ -245,7 +249,6 @@ int check(int every, const char* only) {
           if (device.architecture >= 80 && tiled::supports(args)) {
             want.swap(of_rounded);
             rounds = true;
-            args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
             for (int tokens : {32, 64, 128})
               for (int splits : {1, 2, 3})
                 for (int ctas : {1, 2}) {
@@ -267,7 +270,7 @@ int check(int every, const char* only) {
             rounds = false;
           }
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
-          for (int tokens : {16, 32, 48, 64, 96, 128}) {
+          for (int tokens : {8, 16, 32, 48, 64, 96, 128}) {
             rounds = warpgroup::rounds(args, tokens);
             if (rounds) want.swap(of_rounded);
             for (int warpgroups : {1, 2, 4})
@@ -348,7 +351,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
     const int shift_size = mode == ShiftMode::kNone || table ? 0 : integers ? 1 : 2;
     Buffer qw(copies * words * 4), scales(copies * groups * n * 2),
         shift(table ? kTableEntries * 4 : copies * groups * n * shift_size), x(most * k * 4), y(most * n * 4),
-        scratch(32 << 20);
+        scratch(std::max<int64_t>(32 << 20, most * k * 6));
     fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
     fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
     fill(x.data, most * k, xt, -1.f, 1.f, false, 9);
@@ -369,6 +372,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         args.scale_dtype = st;
         args.shift = static_cast<uint8_t*>(shift.data) + i % copies * groups * n * shift_size;
         args.shift_mode = mode, args.shift_dtype = integers ? DType::kU8 : table ? DType::kF32 : st;
+        args.scratch = scratch.data, args.scratch_bytes = scratch.bytes;
         calls.push_back(args);
       }
       const double bytes =
@@ -417,7 +421,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
                 (warpgroups == 4 && tokens != 32 && tokens != 64) || (warpgroups == 1 && tokens > 64))
               continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
-            if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < 128)) continue;
+            if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < (xt == DType::kF32 ? 64 : 128))) continue;
             const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * cluster;
             if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
             const warpgroup::Config config{tokens, warpgroups, cluster, device.multiprocessors};
@@ -425,7 +429,6 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
             report(0, tokens / 8, warpgroups, cluster, 1,
                    graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
           }
-      for (MatmulArgs& args : calls) args.scratch = scratch.data, args.scratch_bytes = 32 << 20;
       for (int tokens : {32, 64, 128})
         for (int splits = 1; splits <= 16; ++splits) {
           if (device.architecture < 80 || device.architecture == 90 || !tiled::supports(calls[0]) || m <= 8) continue;

@@ -80,6 +80,17 @@ def matmul_scratch(batch: int, m: int, n: int, *, table: bool = False) -> int:
     return 1024 + min(7 * tiles, 80) * 256 * (256 if m > least_tile else least_tile)
 
 
+def split_scratch(x_batch: int, m: int, k: int, batch: int) -> int:
+    """Words of scratch for float32 activations ``[x_batch, m, k]`` on CUDA, as the three bf16 numbers that each is.
+
+    Those of one weight are taken 512 rows at a time, 3 KB for each of K: so many stay in the L2 of an H100 up to 13,000
+    inputs. ``batch`` is that of the product; the rows of several weights need half more than x has. As
+    ``warpgroup::split_rows`` in ``ffi/cuda/matmul_warpgroup.h``.
+    """
+    rows = m if batch > 1 else min(m, 512)
+    return 3 * x_batch * rows * k // 2
+
+
 def mma_scratch(batch: int, m: int, n: int, ctas: int) -> int:
     """The same on other architectures, of which ``ctas`` CTAs run at a time: ``mma::scratch_bytes`` in
     ``ffi/cuda/matmul_mma.h``.

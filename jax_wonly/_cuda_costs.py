@@ -34,7 +34,8 @@ class Scheme(NamedTuple):
     ends: int = 1  # groups that end in 128 inputs
     zeros: bool = False  # of any kind
     floats: bool = False  # zeros or offsets that are no bytes
-    alike: bool = True  # scales, and float zeros or offsets, of the type of the activations
+    alike: bool = True  # scales, and float zeros or offsets, of the type of the activations; 16 bits
+    split: bool = False  # float32 activations
 
     @property
     def plain(self) -> bool:
@@ -100,6 +101,9 @@ class Stream(NamedTuple):
     tokens: int  # of one tile: up to so many it is taken where warpgroups are slower
     start: float
     bytes: float  # of weights per microsecond
+    float32: float  # the same for float32 activations
+    few_float32: float  # and for those of one tile
+    small_groups_float32: float  # what is left of either with groups of 32 and 64
 
 
 class Decode(NamedTuple):
@@ -187,7 +191,7 @@ def warpgroup_times(
     choices = [
         (shape, (ends - 1) * shape.group + ends * shape.sum * scheme.floats)
         for shape in costs.shapes
-        if not (costs.rounded and scheme.rounds(shape.tokens)) and (scheme.plain or shape.sum)
+        if not (costs.rounded and scheme.rounds(shape.tokens)) and (scheme.plain or scheme.split or shape.sum)
     ]
     choices += [
         (shape, (ends > 1) * shape.group + scheme.zeros * shape.sum)
@@ -257,9 +261,13 @@ def mma_times(
             yield (tokens, splits), us
 
 
-def stream_time(m: int, weights: float, costs: Stream) -> float:
+def stream_time(m: int, weights: float, scheme: Scheme, costs: Stream) -> float:
     """Of ``matmul_stream``, for so many bytes of codes."""
-    return costs.start + -(-m // PASS_TOKENS) * weights / costs.bytes
+    rate = costs.bytes
+    if scheme.split:
+        rate = costs.few_float32 if m <= costs.tokens else costs.float32
+        rate *= costs.small_groups_float32 if scheme.ends > 1 else 1.0
+    return costs.start + -(-m // PASS_TOKENS) * weights / rate
 
 
 def _ceil(a: int, b: int) -> int:

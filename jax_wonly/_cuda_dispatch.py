@@ -19,7 +19,6 @@ _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
 _TILE_OUTPUTS = 256  # of the tiled kernel
-_STREAM_FLOAT32 = 1.1e6  # bytes of weights per microsecond of the streaming kernel, for the tokens of one pass
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
 _MOST_STEPS = 48  # taps and blocks of 32 inputs of a convolution in groups of several
@@ -47,7 +46,9 @@ _SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
 _DECODE = _cuda_costs.Decode(**_SM90["decode"])
 _STREAM = _cuda_costs.Stream(**_SM90["stream"])
 _RESIDENT = _cuda_costs.resident_of(_SM90["resident"])
-_WARPGROUPS, _CONV_WARPGROUPS = map(_cuda_costs.warpgroups_of, (_SM90["warpgroup"], _SM90["conv_warpgroup"]))
+_WARPGROUPS, _SPLIT_WARPGROUPS, _CONV_WARPGROUPS = (
+    _cuda_costs.warpgroups_of(_SM90[name]) for name in ("warpgroup", "split_warpgroup", "conv_warpgroup")
+)
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = _SM90["tiled"]["tokens"], _SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"], _SM90["conv"]))
 _BAND_CONV = _cuda_costs.BandConv(**_SM90["band_conv"])
@@ -98,6 +99,13 @@ def scratch(batch: int, m: int, n: int, *, table: bool) -> int:
     return 0 if table or m <= STREAM_TOKENS else _abi.mma_scratch(batch, m, n, _cuda_costs.MMA_CTAS * _gpu()[1])
 
 
+def split_scratch(x_batch: int, m: int, k: int, n: int, batch: int, bits: int, *scales, groups: int) -> int:
+    """Words of scratch for the pieces of float32 activations ``[x_batch, m, k]``; ``scales`` as for ``kernel``."""
+    if kernel(m, k, n, batch, bits, jnp.float32, *scales, groups=groups) != "matmul_warpgroup":
+        return 0
+    return _abi.split_scratch(x_batch, m, k, batch)
+
+
 def _decode_kernel(
     m: int, k: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
 ) -> bool:
@@ -125,7 +133,8 @@ def _warpgroup_kernel(k: int, n: int, groups: int, x_dtype, scale_dtype, shift_m
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     rows = [scale_dtype] + ([] if shift_mode == ShiftMode.NONE else [shift_dtype])
     aligned = k % 8 == 0 and (groups <= 1 or all(n * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in rows))
-    wanted = shift_mode != ShiftMode.TABLE and jnp.dtype(x_dtype).itemsize == 2
+    integers = shift_mode == ShiftMode.NONE or (shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8)
+    wanted = integers if jnp.dtype(x_dtype).itemsize == 4 else shift_mode != ShiftMode.TABLE
     return has_warpgroups() and wanted and aligned
 
 
@@ -149,6 +158,8 @@ def _mma_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
 
 def _plain(n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``."""
+    if jnp.dtype(x_dtype).itemsize == 4:
+        return False
     if shift_mode == ShiftMode.NONE:
         return scale_dtype == x_dtype and n % 8 == 0
     return scale_dtype == x_dtype and shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8 and n % 16 == 0
@@ -158,16 +169,18 @@ def _scheme(
     k: int, n: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
 ) -> _cuda_costs.Scheme:
     floats = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    if floats:
+    split = jnp.dtype(x_dtype).itemsize == 4
+    if floats and not split:
         alike = scale_dtype == shift_dtype == x_dtype and n % 8 == 0
     else:
         alike = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
     ends = {32: 4, 64: 2}.get(k // groups, 1) if groups > 1 else 1
-    return _cuda_costs.Scheme(bits, ends, shift_mode == ShiftMode.ZEROS, floats, alike)
+    return _cuda_costs.Scheme(bits, ends, shift_mode == ShiftMode.ZEROS, floats, alike, split)
 
 
 def _warpgroup(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
-    return _least(_cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], _WARPGROUPS))
+    costs = _SPLIT_WARPGROUPS if scheme.split else _WARPGROUPS
+    return _least(_cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], costs))
 
 
 def _resident(k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
@@ -175,8 +188,8 @@ def _resident(k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
     return min((us for _, us in times), default=math.inf)
 
 
-def _stream(m: int, weights: float, wide: bool) -> float:
-    return _cuda_costs.stream_time(m, weights, _STREAM._replace(bytes=_STREAM_FLOAT32) if wide else _STREAM)
+def _stream(m: int, weights: float, scheme: _cuda_costs.Scheme) -> float:
+    return _cuda_costs.stream_time(m, weights, scheme, _STREAM)
 
 
 def _tiles(m: int, n: int, stages: int, batch: int, costs: _cuda_costs.Tiles) -> float:
@@ -229,13 +242,15 @@ def kernel(
     by_warpgroups = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     small_groups = k // groups in (32, 64) and groups > 1
     scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    always = by_warpgroups and (small_groups or scheme.plain or (scheme.floats and resident))
+    always = by_warpgroups and (small_groups or scheme.plain or scheme.split or (scheme.floats and resident))
     streamed = m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if by_warpgroups and not streamed:
         other = _warpgroup(m, k, n, batch, scheme)
+        if scheme.split and m <= STREAM_TOKENS and _stream(m, batch * n * k * bits / 8, scheme) <= other:
+            return "matmul_stream"
     elif not streamed:
-        other = _stream(m, batch * n * k * bits / 8, False)
+        other = _stream(m, batch * n * k * bits / 8, scheme)
     if resident and _resident(k, n, batch, scheme) < other:
         return "matmul_resident"
     if not streamed:
@@ -255,7 +270,7 @@ def kernel(
 def rounds_weights(m: int, k: int, n: int, batch: int, bits: int, x_dtype, *scales, groups: int) -> bool:
     """Whether the kernel for ``[batch, m, k] x [batch, k, n]`` rounds weights to the type of x; ``scales`` as there."""
     name = kernel(m, k, n, batch, bits, x_dtype, *scales, groups=groups)
-    if name != "matmul_warpgroup":
+    if name != "matmul_warpgroup" or jnp.dtype(x_dtype).itemsize == 4:
         return name in ("matmul_tiled", "matmul_mma")
     scheme = _scheme(k, n, bits, groups, x_dtype, *scales)
     times = _cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], _WARPGROUPS)
@@ -283,11 +298,11 @@ def estimate(
     dense_bytes = weights + batch * n * k * jnp.dtype(x_dtype).itemsize
     rate = _DENSE_FLOAT32 if wide else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
     dense = dense_bytes / _MEMORY + m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
-    if _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-        fused = _warpgroup(m, k, n, batch, scheme)
-    else:
-        fused = _stream(m, weights, wide)
+    scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    by_warpgroups = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    fused = _warpgroup(m, k, n, batch, scheme) if by_warpgroups else math.inf
+    if not by_warpgroups or (wide and m <= STREAM_TOKENS):
+        fused = min(fused, _stream(m, weights, scheme))
     if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
         fused = min(fused, _tiled(m, k, n, batch, shift_mode))
     if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):

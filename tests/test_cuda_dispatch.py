@@ -54,7 +54,7 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     assert kernel(3, 64) == resident
     # Two tokens and groups of 32 have kernels for 16-bit types alone.
     for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
-        other = "matmul_warpgroup" if warpgroups and "x" not in types else "matmul_stream"
+        other = "matmul_warpgroup" if warpgroups else "matmul_stream"
         for bits in (4, 8):
             assert kernel(1, 32, **types, bits=bits) == kernel(2, 64, **types, bits=bits) == decode
             assert kernel(2, 32, **types, bits=bits) == other
@@ -166,6 +166,36 @@ def test_transposed(monkeypatch, warpgroups, x):
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
     assert not _cuda_dispatch.use_transposed_kernel(1, 8192, x, forced=True)
     assert not _cuda_dispatch.use_ragged_transposed_kernel(8, 8, 8192, x, forced=True)
+
+
+def test_float32(monkeypatch, warpgroups):
+    """In pieces, where integer zeros or none, aligned rows, and what there is of weights allow; with room for them."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+
+    def kernel(m, k=8192, n=8192, batch=1, group_size=128, bits=4, scales=jnp.float32, mode=ShiftMode.NONE, shift=None):
+        types = (scales, mode, shift)
+        name = _cuda_dispatch.kernel(m, k, n, batch, bits, jnp.float32, *types, groups=k // group_size)
+        assert not _cuda_dispatch.rounds_weights(m, k, n, batch, bits, jnp.float32, *types, groups=k // group_size)
+        words = _cuda_dispatch.split_scratch(batch, m, k, n, batch, bits, *types, groups=k // group_size)
+        rows = m if batch > 1 else min(m, 512)
+        assert words == (3 * batch * rows * k // 2 if name == "matmul_warpgroup" else 0)
+        return name
+
+    split = "matmul_warpgroup" if warpgroups else "matmul_stream"
+    decode = "matmul_decode" if warpgroups else "matmul_stream"
+    assert [kernel(m) for m in (1, 2, 3, 16, 17, 512, 513, 5000)] == [decode] * 2 + [split] * 6
+    assert kernel(8, 384, 1536) == kernel(8, 4096, 4096) == kernel(4, 8188, group_size=8188) == "matmul_stream"
+    assert kernel(17, 384, 1536) == kernel(17, 384, 1536, batch=3) == kernel(8, batch=2, bits=8) == split
+    assert kernel(40, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=8208) == kernel(40, scales=jnp.bfloat16) == split
+    assert kernel(40, n=8204) == kernel(40, n=8208, group_size=32) == split
+    for shift in (ShiftMode.ZEROS, jnp.float32), (ShiftMode.OFFSETS, jnp.float32):
+        assert kernel(40, mode=shift[0], shift=shift[1]) == "matmul_stream"
+    assert kernel(40, n=8202) == kernel(40, n=8200, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_stream"
+    if warpgroups:  # three products of 16-bit numbers take less than one of float32
+        types = jnp.float32, jnp.float32, ShiftMode.NONE
+        for m in (17, 1024, 8192):
+            fused, dense = _cuda_dispatch.estimate(m, 8192, 8192, 1, 4, *types, groups=64)
+            assert 3 * fused < dense
 
 
 def test_quantized(warpgroups):

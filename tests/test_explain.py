@@ -148,7 +148,8 @@ def test_kernels_on_cuda(monkeypatch):
     scheme = {"bits": 8, "mode": "offsets", "group_size": 128}
     assert [kernel(4, 4096, n, **scheme) for n in (132 * 64, 132 * 64 + 8)] == ["matmul_stream", "matmul_warpgroup"]
     assert kernel(4, 4096, 132 * 64 + 8, bits=8) == "matmul_warpgroup"
-    assert kernel(16, n=8196) == kernel(40, dtype=jnp.float32) == "matmul_stream"
+    assert kernel(16, n=8196) == kernel(4, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
+    assert kernel(40, dtype=jnp.float32) == "matmul_warpgroup"
     assert kernel(64, n=8196) == kernel(129, 4096, 14336) == "matmul_tiled"
     assert {kernel(40, mode=mode) for mode in modes} == {"matmul_warpgroup"}
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("8.0", 108))

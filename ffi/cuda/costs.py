@@ -50,6 +50,9 @@ def header() -> str:
             f"inline constexpr int kStreamTokens = {newer['stream']['tokens']};\n",
             f"inline constexpr float kStreamStart = {number(newer['stream']['start'])};\n",
             f"inline constexpr float kStreamBytes = {number(newer['stream']['bytes'])};\n",
+            f"inline constexpr float kStreamFloat32 = {number(newer['stream']['float32'])};\n",
+            f"inline constexpr float kStreamFewFloat32 = {number(newer['stream']['few_float32'])};\n",
+            f"inline constexpr float kStreamSmallGroupsFloat32 = {number(newer['stream']['small_groups_float32'])};\n",
             *(
                 f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
                 for name in ("weights", "inputs", "stages", "ratio", "pairs")
@@ -59,6 +62,7 @@ def header() -> str:
             f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n"
             f"inline constexpr int64_t kTiledTokensOfSmallGroups = {newer['tiled']['tokens_of_small_groups']};\n",
             of_warpgroups("kWarpgroup", newer["warpgroup"]),
+            of_warpgroups("kSplitWarpgroup", newer["split_warpgroup"]),
             f"inline constexpr resident::Costs kResident{row(newer['resident']['costs'].values())};\n",
             array("warpgroup::ClusterCost", "kResidentClusters", newer["resident"]["clusters"]),
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),

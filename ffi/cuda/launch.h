@@ -33,6 +33,7 @@ struct LaunchShape {
   int threads = 0;
   int cluster = 1;
   int shared_bytes = 0;
+  bool early = false;  // before the last kernel ends, as soon as all its CTAs let it (ptx::let_next_kernel_begin)
 };
 
 template <typename... Args>
@@ -42,19 +43,24 @@ cudaError_t launch_kernel(void (*kernel)(Args...), const LaunchShape& shape, cud
     const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchAttribute attributes[1];
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid;
   config.blockDim = dim3(static_cast<unsigned>(shape.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
   config.stream = stream;
+  config.attrs = attributes;
   if (shape.cluster > 1) {
-    attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-    attributes[0].val.clusterDim.y = 1;
-    attributes[0].val.clusterDim.z = 1;
-    config.attrs = attributes;
-    config.numAttrs = 1;
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+  }
+  if (shape.early) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
   }
   return cudaLaunchKernelEx(&config, kernel, args...);
 }

@@ -57,7 +57,13 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
 constexpr int64_t kStreamPass = 16;
 float stream_us(const MatmulArgs& args) {
   const int64_t bytes = ceil_div(args.m, kStreamPass) * args.batch * args.n * args.k * args.bits / 8;
-  return costs::kStreamStart + static_cast<float>(bytes) / costs::kStreamBytes;
+  float rate = costs::kStreamBytes;
+  if (args.x_dtype == DType::kF32) {
+    const int64_t log2 = log2_group_blocks(args);
+    rate = args.m <= costs::kStreamTokens ? costs::kStreamFewFloat32 : costs::kStreamFloat32;
+    if (log2 == 0 || log2 == 1) rate *= costs::kStreamSmallGroupsFloat32;
+  }
+  return costs::kStreamStart + static_cast<float>(bytes) / rate;
 }
 
 // Of few bytes of weights preparing the activations takes longer than their cheaper products save.
@@ -109,15 +115,18 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const int64_t log2 = log2_group_blocks(args);
   const bool small_groups = log2 == 0 || log2 == 1;
-  const bool by_warpgroups = warpgroup::supports(args);
+  bool by_warpgroups = warpgroup::supports(args);
+  const bool splits = args.x_dtype == DType::kF32;
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
   const bool always =
-      by_warpgroups && (small_groups || warpgroup::is_plain(args) || (sums && resident::supports(args)));
+      by_warpgroups && (small_groups || splits || warpgroup::is_plain(args) || (sums && resident::supports(args)));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
+  const warpgroup::Costs& of_warpgroups = splits ? costs::kSplitWarpgroup : costs::kWarpgroup;
   const float us = streamed        ? 0.f
-                   : by_warpgroups ? warpgroup::choose(args, device.multiprocessors, costs::kWarpgroup, &warpgroups)
+                   : by_warpgroups ? warpgroup::choose(args, device.multiprocessors, of_warpgroups, &warpgroups)
                                    : stream_us(args);
+  if (splits && args.m <= kStreamPass && us >= stream_us(args)) by_warpgroups = false;
   if (device.architecture == 90 && resident::supports(args)) {
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);

@@ -5,24 +5,35 @@
 
 namespace wonly::warpgroup {
 
+constexpr int kSplitBytes = 6;    // of an activation in pieces
+constexpr int kSplitTokens = 64;  // of the largest tile of such
+
+int64_t split_rows(const MatmulArgs& args) {
+  const bool each = args.x_batch_stride != 0;  // of the batch has its own
+  const int64_t room = args.scratch_bytes / (kSplitBytes * args.k) / (each ? args.batch : 1);
+  if (room >= args.m) return args.m;
+  return args.batch > 1 ? 0 : room / kSplitTokens * kSplitTokens;
+}
+
 bool supports(const MatmulArgs& args) {
-  const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
   const bool aligned = args.k % 8 == 0 && args.k > 0 && args.m > 0;
   // Rows of scales and of zeros or offsets are copied in pieces of 16 bytes.
   const bool aligned_scales = args.groups == 1 || args.n * element_size(args.scale_dtype) % 16 == 0;
   const bool shifted = args.shift_mode != ShiftMode::kNone;
   const bool aligned_shifts = args.groups == 1 || !shifted || args.n * element_size(args.shift_dtype) % 16 == 0;
-  return sixteen_bits && aligned && aligned_scales && aligned_shifts && args.shift_mode != ShiftMode::kTable;
+  if (!aligned || !aligned_scales || !aligned_shifts || args.shift_mode == ShiftMode::kTable) return false;
+  return args.x_dtype != DType::kF32 || ((!shifted || args.shift_dtype == DType::kU8) && split_rows(args) > 0);
 }
 
 bool is_plain(const MatmulArgs& args) {
   const bool zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
-  return args.scale_dtype == args.x_dtype && args.n % 8 == 0 &&
+  return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype && args.n % 8 == 0 &&
          (args.shift_mode == ShiftMode::kNone || (zeros && args.n % 16 == 0));
 }
 
 bool rounds(const MatmulArgs& args, int tokens) {
   const bool shifted = args.shift_mode != ShiftMode::kNone;
+  if (args.x_dtype == DType::kF32) return false;
   if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   if (!is_plain(args)) return false;
   const int log2 = log2_group_blocks(args);
@@ -34,7 +45,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const int log2 = log2_group_blocks(args);
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
-  const bool plain = is_plain(args);
+  const bool any_shape = is_plain(args) || args.x_dtype == DType::kF32;
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
   float least = 0.f;
@@ -63,7 +74,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   for (int i = 0; i < costs.shape_count; ++i) {
     const Cost& cost = costs.shapes[i];
     if (costs.rounded_count > 0 && rounds(args, cost.tokens)) continue;
-    if (!plain && cost.sum == 0.f) continue;
+    if (!any_shape && cost.sum == 0.f) continue;
     consider(cost, (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f));
   }
   for (int i = 0; i < costs.rounded_count; ++i) {
@@ -75,7 +86,9 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
 }
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
-  return args.x_dtype == DType::kF16 ? launch_f16(args, config, stream) : launch_bf16(args, config, stream);
+  return args.x_dtype == DType::kF16    ? launch_f16(args, config, stream)
+         : args.x_dtype == DType::kBF16 ? launch_bf16(args, config, stream)
+                                        : launch_f32(args, config, stream);
 }
 
 }  // namespace wonly::warpgroup

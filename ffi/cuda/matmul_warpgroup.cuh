@@ -85,7 +85,17 @@ struct Maps {
 struct Rows {
   using Params = warpgroup::Params;
   static constexpr bool kWindows = false;
+  static constexpr int kPieces = 1;
+  static constexpr int kProducer = 0;                                           // the warp that copies activations
   __device__ static int producers(int row_tiles) { return max(row_tiles, 2); }  // warps
+};
+
+// float32 activations as the three bf16 numbers that each is, [piece, batch, token, input] in scratch. Codes of weights
+// are converted once and multiply all three.
+struct SplitRows : Rows {
+  static constexpr int kPieces = 3;
+  static constexpr int kProducer = 2;  // weights need not wait for them
+  __device__ static int producers(int) { return 3; }
 };
 
 template <typename Source_, typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, Kind kKind>
@@ -109,8 +119,9 @@ struct Shape {
   static_assert(kWarpgroups == 2 || kPlain);
 
   // Four warpgroups fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the other starts
-  // or ends; from 64 tokens on the accumulators of two leave no room for that.
-  static constexpr int kCtas = kWarpgroups == 4 || (kWarpgroups == 2 && kTokens > 32) ? 1 : 2;
+  // or ends; from 64 tokens on the accumulators of two leave no room for that, or activations in pieces from 32.
+  static constexpr int kCtas =
+      kWarpgroups == 4 || (kWarpgroups == 2 && kTokens > (Source::kPieces > 1 ? 16 : 32)) ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kWarpgroups == 4 || (kSums && kCtas == 2) ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
@@ -123,7 +134,10 @@ struct Shape {
   static constexpr int kUnitSteps = kStageSteps / kUnits;
 
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
-  static constexpr int kHalfBytes = kTokens * 128;        // activations: two boxes of 64 inputs
+  // Pieces are columns of one product, which takes less than three narrow ones, where there are registers for that.
+  static constexpr int kProducts = kTokens > 32 ? Source::kPieces : 1;
+  static constexpr int kColumns = Source::kPieces / kProducts * kTokens;
+  static constexpr int kHalfBytes = Source::kPieces * kTokens * 128;  // activations: two boxes of 64 inputs
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
   // Of as many groups as end in a stage; every type has room.
@@ -407,8 +421,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
   if (warp >= S::kWarpgroups * 4) {
     ptx::lower_registers<S::kProducerRegisters>();
-    // Warp w of the producer brings the weights of row tile w; the first also activations, the second scales and
-    // shifts. All lanes walk along, so that addresses stay in uniform registers, and one of them issues.
+    // Warp w of the producer brings the weights of row tile w; the first, or a third, activations, the second scales
+    // and shifts. All lanes walk along, so that addresses stay in uniform registers, and one of them issues.
     const int producer = __shfl_sync(0xffffffffu, warp, 0) - S::kWarpgroups * 4;
     const uint32_t* words = args.qw + batch * args.qw_batch_stride + (n0 / kTileN + producer) * k_tiles * kTileWords;
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
@@ -428,6 +442,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         }
       }
     } else if (producer < producers) {
+      const bool copies_x = producer == S::Source::kProducer;
+      if (S::Source::kPieces > 1 && copies_x) ptx::wait_for_last_kernel();
       for (int index = 0; index < stage_count; ++index, at.advance()) {
         const int stage = stage_at(index);
         if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
@@ -437,15 +453,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
         const int factors =
             S::kFlushes > 1 ? stage_groups * S::kRows * (scale_size + shift_size) : scale_row_bytes + shift_row_bytes;
-        const int mine = producer == 0 ? tokens * (kStageK * 2) : producer == 1 && grouped ? factors : 0;
+        const int mine = copies_x                   ? S::Source::kPieces * tokens * (kStageK * 2)
+                         : producer == 1 && grouped ? factors
+                                                    : 0;
         ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
         if (producer < row_tiles) {
           ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
                          words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
         }
-        if (producer == 0) {
-          ptx::tensor_copy_3d(to, x_map, stage * kStageK, m0, x_batch, done);
-          ptx::tensor_copy_3d(to + S::kHalfBytes, x_map, stage * kStageK + 64, m0, x_batch, done);
+        if (copies_x) {
+#pragma unroll
+          for (int piece = 0; piece < S::Source::kPieces; ++piece) {
+            const int of_piece = piece * (args.x_batch_stride == 0 ? 1 : static_cast<int>(gridDim.y)) + x_batch;
+            uint8_t* const x = to + piece * S::kTokens * 128;
+            ptx::tensor_copy_3d(x, x_map, stage * kStageK, m0, of_piece, done);
+            ptx::tensor_copy_3d(x + S::kHalfBytes, x_map, stage * kStageK + 64, m0, of_piece, done);
+          }
         } else if (producer == 1 && S::kFlushes > 1) {
           const int first = stage * stage_groups, n = static_cast<int>(n0);
           ptx::tensor_copy_3d(to + S::kScalesAt, &maps.scales, n, first, scales_batch, done);
@@ -540,7 +563,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
     }
 
-    float acc[S::kTokens / 2] = {}, part[S::kTokens / 2];
+    float acc[S::kTokens / 2] = {}, part[S::kColumns / 2];
     uint32_t codes[2][S::kUnitSteps][4];
     constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
     constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
@@ -641,7 +664,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         }
       }
     };
-    float (&product)[S::kTokens / 2] = S::kRounded ? acc : part;
+    auto& product = [&]() -> auto& {
+      if constexpr (S::kRounded)
+        return acc;
+      else
+        return part;
+    }();
     const auto multiply_unit = [&](uint64_t x, int unit) {
       ptx::wgmma_fence();
 #pragma unroll
@@ -649,10 +677,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const int step = unit * S::kUnitSteps + i;
         const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
         const bool accumulate = S::kRounded || i > 0 || (S::kFlushes == 1 && unit > 0);
-        if constexpr (C::kBf16) {
-          ptx::Wgmma<S::kTokens>::bf16(product, codes[unit % 2][i], operand_x, accumulate);
-        } else {
-          ptx::Wgmma<S::kTokens>::f16(product, codes[unit % 2][i], operand_x, accumulate);
+#pragma unroll
+        for (int j = 0; j < S::kProducts; ++j) {
+          const uint64_t of_product = operand_x + (j * S::kTokens * 128 >> 4);
+          if constexpr (C::kBf16) {
+            ptx::Wgmma<S::kColumns>::bf16(product, codes[unit % 2][i], of_product, accumulate || j > 0);
+          } else {
+            ptx::Wgmma<S::kColumns>::f16(product, codes[unit % 2][i], of_product, accumulate || j > 0);
+          }
         }
       }
       ptx::wgmma_commit();
@@ -763,7 +795,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
             ptx::wgmma_wait<0>();
             if (last) release(slot);
 #pragma unroll
-            for (int i = 0; i < S::kTokens / 2; ++i) acc[i] = fmaf(scale[i % 4 / 2], part[i], acc[i]);
+            for (int i = 0; i < S::kTokens / 2; ++i) {
+              float sum = part[i];
+              if constexpr (S::kColumns == 3 * S::kTokens) sum += part[i + S::kTokens / 2] + part[i + S::kTokens];
+              acc[i] = fmaf(scale[i % 4 / 2], sum, acc[i]);
+            }
           }
         }
       }
@@ -907,6 +943,7 @@ cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, i
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
   shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
+  shape.early = S::Source::kPieces > 1;
   if (S::kCtas > 1 && shape.grid.x * shape.grid.y <= static_cast<unsigned>(config.multiprocessors)) {
     // The scheduler would put a cluster's CTAs together on few multiprocessors; too much shared memory for two keeps
     // them apart.
@@ -918,9 +955,16 @@ cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, i
 template <typename S>
 cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
+  MatmulArgs x = args;
+  if (S::Source::kPieces > 1) {
+    x.x = args.scratch;
+    x.x_dtype = DType::kBF16;
+    x.batch = S::Source::kPieces * (args.x_batch_stride == 0 ? 1 : args.batch);
+    x.x_batch_stride = args.m * args.k;
+  }
   Maps maps;
   cudaError_t error = describe_blocks(args.m, S::kTokens, &maps.x, &maps.last, [&](int tokens, CUtensorMap* map) {
-    return describe_activations(args, tokens, map);
+    return describe_activations(x, tokens, map);
   });
   if (error != cudaSuccess) return error;
   if (S::kFlushes > 1) {

@@ -7,7 +7,8 @@ namespace wonly::warpgroup {
 
 struct Config {
   int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 96, and other warpgroups than 2, as
-  int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs
+  int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8, 16, 32 or 64, and
+                   // 2
   int cluster;     // CTAs along the inputs, 1 .. 8
   int multiprocessors;
 };
@@ -44,9 +45,13 @@ struct Costs {
 // Sets the configuration that is expected to be fastest; returns the microseconds that it should take.
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config);
 
-// Whether this kernel computes `args`: 16-bit activations, no table, and rows of activations, scales, zeros and offsets
-// that are 16-byte aligned.
+// Whether this kernel computes `args`: no table, and rows of activations, scales, zeros and offsets that are 16-byte
+// aligned. float32 activations: with uint8 zeros or none, and scratch for split_rows of them.
 bool supports(const MatmulArgs& args);
+
+// Rows of float32 activations that the kernel takes at a time: as three bf16 numbers each they are in scratch, all of
+// them where there is a batch, else as many as it has room for.
+int64_t split_rows(const MatmulArgs& args);
 
 // Scales of the type of the activations, uint8 zeros or none, and rows of both in whole pieces of 16 bytes.
 bool is_plain(const MatmulArgs& args);
@@ -60,5 +65,6 @@ cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t st
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
 }  // namespace wonly::warpgroup

@@ -183,6 +183,11 @@ __device__ __forceinline__ void tensor_stores_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
 
+// What the kernel before has written may be read from here on, where this one was launched early.
+__device__ __forceinline__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
+// The next kernel may begin once all CTAs have come here; LaunchShape::early.
+__device__ __forceinline__ void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;\n"); }
+
 // Ahead of the first copy by it.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");

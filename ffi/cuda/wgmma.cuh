@@ -22,6 +22,7 @@ struct WgmmaBytes;
 // clang-format off
 #define WONLY_D4 "%0, %1, %2, %3"
 #define WONLY_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define WONLY_D12 WONLY_D8 ", %8, %9, %10, %11"
 #define WONLY_D16 WONLY_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WONLY_D24 WONLY_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WONLY_D32 WONLY_D16 \
@@ -44,6 +45,7 @@ struct WgmmaBytes;
 #define WONLY_OF8(bound, i)                                                                        \
   "+" bound(d[i]), "+" bound(d[i + 1]), "+" bound(d[i + 2]), "+" bound(d[i + 3]),                  \
   "+" bound(d[i + 4]), "+" bound(d[i + 5]), "+" bound(d[i + 6]), "+" bound(d[i + 7])
+#define WONLY_OF12(bound, i) WONLY_OF8(bound, i), WONLY_OF4(bound, i + 8)
 #define WONLY_OF16(bound, i) WONLY_OF8(bound, i), WONLY_OF8(bound, i + 8)
 #define WONLY_OF24(bound, i) WONLY_OF16(bound, i), WONLY_OF8(bound, i + 16)
 #define WONLY_OF32(bound, i) WONLY_OF16(bound, i), WONLY_OF16(bound, i + 16)
@@ -91,6 +93,7 @@ struct WgmmaBytes;
 
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 8, 4, 4, 5, 6, 7, 8, 9)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 16, 8, 8, 9, 10, 11, 12, 13)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 24, 12, 12, 13, 14, 15, 16, 17)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 32, 16, 16, 17, 18, 19, 20, 21)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 48, 24, 24, 25, 26, 27, 28, 29)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 64, 32, 32, 33, 34, 35, 36, 37)
@@ -124,6 +127,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_WGMMA_TYPES
 #undef WONLY_D4
 #undef WONLY_D8
+#undef WONLY_D12
 #undef WONLY_D16
 #undef WONLY_D32
 #undef WONLY_D56
@@ -134,6 +138,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_D128
 #undef WONLY_OF4
 #undef WONLY_OF8
+#undef WONLY_OF12
 #undef WONLY_OF16
 #undef WONLY_OF32
 #undef WONLY_OF56

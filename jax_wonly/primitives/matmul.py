@@ -139,10 +139,16 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     target = _abi.MATMUL_TRANSPOSED if p.transpose else _abi.MATMUL
     shape = _result_shape(x, qw, scales, *rest, p=p)
     results = [jax.ShapeDtypeStruct(shape, dtype)]
-    if platform == "cuda" and not p.transpose and x.dtype.itemsize == 2 and all(isinstance(s, int) for s in shape):
+    if platform == "cuda" and not p.transpose and all(isinstance(s, int) for s in shape):
         from jax_wonly import _cuda_dispatch
 
-        if scratch := _cuda_dispatch.scratch(*shape, table=p.table is not None):
+        if x.dtype.itemsize == 2:
+            scratch = _cuda_dispatch.scratch(*shape, table=p.table is not None)
+        else:
+            types = (scales.dtype, p.shift_mode, shift[0].dtype if shift else None)
+            groups = scales.shape[-2]
+            scratch = _cuda_dispatch.split_scratch(*x.shape, shape[2], shape[0], p.bits, *types, groups=groups)
+        if scratch:
             results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
     return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)
 
