@@ -51,12 +51,19 @@ def products(record: dict) -> Iterator[tuple[Measured, Expected]]:
 def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
     bits, mode = sweep["bits"], sweep["mode"]
     ends = {32: 4, 64: 2}.get(sweep["group_size"], 1)
-    scheme = costs.Scheme(bits, ends, mode in ("integer_zeros", "float_zeros"), mode in ("float_zeros", "offsets"))
+    zeros, floats = mode in ("integer_zeros", "float_zeros"), mode in ("float_zeros", "offsets")
+    split = sweep.get("dtype") == "f32"
+    scheme = costs.Scheme(bits, ends, zeros, floats, not split, split)
 
     def of(file: dict) -> Iterator[tuple[tuple, float]]:
         if "mma" in file:
             for config, us in costs.mma_times(m, k, n, 1, bits, MULTIPROCESSORS, costs.mma_of(file["mma"])):
                 yield ("mma", *config), us
+            return
+        if split:
+            numbers = costs.warpgroups_of(file["split_warpgroup"])
+            for config, us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
+                yield ("warpgroup", *config), us
             return
         table = mode == "table"
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])

@@ -414,7 +414,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         report(-4, parts, 0, cluster, 1,
                graph_us(calls, [&](const MatmulArgs& args) { return resident::launch(args, config, shared, s); }, s));
       }
-      for (int tokens : {16, 32, 48, 64, 96, 128})
+      for (int tokens : {8, 16, 32, 48, 64, 96, 128})
         for (int warpgroups : {1, 2, 4})
           for (int cluster : {1, 2, 3, 4, 6}) {
             if (device.architecture != 90 || !warpgroup::supports(calls[0]) ||

@@ -51,6 +51,8 @@ SWEEPS = (
     (4, 128, "bf16", "offsets", "192,256,512", "8192x8192,4096x4096"),
     *((4, g, "bf16", shift, "8", SHAPES) for g in (32, 64) for shift in ("symmetric", "integer_zeros", "offsets")),
     (4, 128, "bf16", "offsets", "8", SHAPES),
+    (4, 128, "f32", "symmetric", "8,16,24,32,48,64,128,256,512", SHAPES),
+    *((bits, g, "f32", "symmetric", "8,16,32,64,128", "8192x8192,4096x4096") for bits, g in ((4, 32), (4, 64), (8, 0))),
     (4, 64, "bf16", "table", "192,256,512,1024", "8192x8192,4096x4096"),
 )
 
