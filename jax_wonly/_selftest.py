@@ -168,6 +168,8 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (4, "integer_zeros", "bfloat16", 64, 70, 1024, 512, None, False),
         (8, "integer_zeros", "float16", None, 90, 1024, 512, None, False),
         (8, "symmetric", "float16", None, 140, 1024, 512, None, False),
+        (4, "symmetric", "float32", 128, 20, 1024, 1000, "silu", True),
+        (8, "integer_zeros", "float32", 32, 600, 256, 528, None, False),
         (4, "table", "bfloat16", 64, 140, 1024, 512, "relu", True),
         # What is as wide as these, with rows that the copy engine does not take, is multiplied in tiles.
         (8, "offsets", "float16", 128, 200, 256, 3070, None, True),
