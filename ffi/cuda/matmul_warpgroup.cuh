@@ -27,6 +27,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/cluster_tiles.cuh"
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/exact_sum.cuh"
@@ -146,7 +147,8 @@ struct Shape {
       (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
   // Partial sums of a cluster's CTAs, of the tokens that one finishes, take the place of the stages.
-  static_assert(kStages >= 3 && (kTokens + 8 * (kMaxCluster - 1)) * kRows * 4 <= kStages * kStageBytes);
+  static_assert(kStages >= 3 && (kTokens + 8 * (kMaxCluster - 1)) * kRows * 4 + (kTokens / 2 + 15) * kRows * 2 <=
+                                    kStages * kStageBytes);
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
   // The product that adds activations up takes 64 tokens at a time, of which those beyond kTokens are other data.
   static constexpr int kSumBlocks = (kTokens + 63) / 64;
@@ -378,10 +380,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int producers = S::Source::producers(row_tiles);
 
   constexpr float kBias = bias_of(S::kBits);
+  // Rounded weights may be in units of a power of two.
+  constexpr float kUnscale = S::kRounded ? 1.f / wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>::kUnit : 1.f;
   // At the end the CTAs of a cluster share the tokens out, eight at a time: block b of them to rank b % cluster.
   const int tokens = static_cast<int>(min(static_cast<int64_t>(S::kTokens), args.m - m0));
   const int token_blocks = (tokens + 7) / 8;
   const int most_blocks = (token_blocks + params.cluster - 1) / params.cluster;  // of a rank
+  const int my_blocks = most_blocks - ((most_blocks - 1) * params.cluster + rank < token_blocks ? 0 : 1);
+  // Results that are sums, rounded, leave in whole lines.
+  const bool rounds_sums = !S::Source::kWindows && !S::kSums && args.activation == Activation::kNone &&
+                           args.y_dtype == args.x_dtype && args.n % 8 == 0;
 
   const CUtensorMap* const x_map = tokens < S::kTokens ? &maps.last : &maps.x;
   if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(x_map);
@@ -391,12 +399,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals);
       if (S::kSums) ptx::barrier_init(summed + i, 4 * kArrivals);
     }
-    // That of the sums: bytes from the cluster; without one, and where each lane arrives, those who write them.
-    const bool counted = kArrivals == 1 || params.cluster > 1;
-    ptx::barrier_init(received, counted ? 1 : 1 + S::kWarpgroups * 128);
+    // That of the sums: bytes from the rest of the cluster, and the warps that write this CTA's own.
+    ptx::barrier_init(received, 1 + S::kWarpgroups * 4 * kArrivals);
     ptx::barrier_init_fence();
-    const int my_blocks = most_blocks - ((most_blocks - 1) * params.cluster + rank < token_blocks ? 0 : 1);
-    ptx::barrier_expect(received, counted ? params.cluster * my_blocks * S::kRows * 8 * 4 : 0);
+    ptx::barrier_expect(received, (params.cluster - 1) * my_blocks * S::kRows * 8 * 4);
   }
   if (S::kSums && threadIdx.x < S::kFlushes * kOnesBytes / 16) {
     const uint32_t ones = threadIdx.x % S::kFlushes != threadIdx.x / 8 ? 0u : C::kBf16 ? 0x3f803f80u : 0x3c003c00u;
@@ -558,15 +564,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     RingPosition<S::kStages> at;
     const auto stage_data = [&]() { return ring + at.slot * S::kStageBytes; };
     const auto wait_full = [&]() { ptx::barrier_wait(full + at.slot, at.phase); };
+    // Where this lane's words and its outputs' scales and shifts are in a stage. In registers: the compiler would find
+    // them again for each.
+    const int shifts_at = S::kRounded && !S::kZeros ? offsets_at + row * 2 : S::kShiftsAt + row * shift_size;
+    int own[4] = {S::kWeightsAt + warpgroup * S::kTiles * kTileBytes + warp % 4 * (kAtomWords * 4) + lane * 16,
+                  S::kScalesAt + row * scale_size, shifts_at, ptx::arrives(lane)};
+    ptx::keep(own);
+    const int own_words = own[0], own_scales = own[1], own_shifts = own[2];
+    const bool releases = own[3] != 0;
     const auto release = [&](int slot) {
       __syncwarp();
-      if (lane < kArrivals) ptx::barrier_arrive(empty + slot);
+      ptx::barrier_arrive_if(empty + slot, releases);
     };
     // Loads come some instructions before what they are for.
     const auto load_unit = [&](const uint8_t* data, int unit) {
       if (!kShared || unit % 2 == 0) {
-        const uint4* from = reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) +
-                            warp % 4 * 32 + lane;
+        const uint4* from = reinterpret_cast<const uint4*>(data + own_words);
 #pragma unroll
         for (int i = 0; i < (kShared ? 1 : S::kUnitSteps / kVectorSteps); ++i) {
           words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
@@ -577,19 +590,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #pragma unroll
         for (int i = 0; i < kUnitGroups; ++i) {
           const int group = unit * S::kUnitSteps / kGroupSteps + i;
-          const int at_row = (S::kFlushes == 4 ? group * stage_groups / 4 : group) * S::kRows + row;
-          load_pair(data + S::kScalesAt + at_row * scale_size, args.scale_dtype, group_scales[i]);
+          const int first = (S::kFlushes == 4 ? group * stage_groups / 4 : group) * S::kRows;
+          load_pair(data + own_scales + first * scale_size, args.scale_dtype, group_scales[i]);
           if (!S::kZeros) {
-            if (!S::kAnyScales) load_pair(data + offsets_at + at_row * 2, args.x_dtype, group_shifts[i]);
+            if (!S::kAnyScales) load_pair(data + own_shifts + first * 2, args.x_dtype, group_shifts[i]);
           } else if (shift_size == 1) {
-            const uint8_t* of_row = data + S::kShiftsAt + at_row;
-            group_shifts[i][0] = of_row[0], group_shifts[i][1] = of_row[8];
+            const uint8_t* from = data + own_shifts + first;
+            group_shifts[i][0] = from[0], group_shifts[i][1] = from[8];
           } else {
-            load_pair(data + S::kShiftsAt + at_row * 2, args.x_dtype, group_shifts[i]);
+            load_pair(data + own_shifts + first * 2, args.x_dtype, group_shifts[i]);
           }
         }
       } else if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
-        const uint8_t* from = data + S::kShiftsAt + unit * S::kRows + row;
+        const uint8_t* from = data + own_shifts + unit * S::kRows;
         zero_bits[0] = from[0], zero_bits[1] = from[8];
       }
     };
@@ -659,7 +672,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     };
     const auto load_factors = [&](const uint8_t* data, int group) {
       if (S::kSums) return;
-      load_pair(data + S::kScalesAt + (group * S::kRows + row) * scale_size, args.scale_dtype, scale_bits);
+      load_pair(data + own_scales + group * S::kRows * scale_size, args.scale_dtype, scale_bits);
     };
     const auto set_factors = [&](const uint8_t* data, int group) {
       if (!grouped && !S::kSums) return;
@@ -699,29 +712,32 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       convert_unit(0);
     }
     if constexpr (S::kRounded) {
-      // One unit is converted while the tensor cores work on the one before.
-      for (int index = 0; index < stage_count; ++index) {
-        const uint64_t x = ptx::wgmma_descriptor(data);
-        const int slot = at.slot;
-#pragma unroll
-        for (int unit = 0; unit < S::kUnits; ++unit) {
-          const bool last = unit + 1 == S::kUnits;
-          if (!last) load_unit(data, unit + 1);
-          multiply_unit(x, unit);
+      // One unit is converted while the tensor cores work on the one before. Each instruction here holds those up, and
+      // branches most.
+      uint64_t* done = empty;  // of the stage before, which there is none of at first
+      bool arrives = false;
+      const uint64_t first_x = ptx::wgmma_descriptor(ring);
+      const uint32_t high = first_x >> 32, low = static_cast<uint32_t>(first_x);
+      if (stage_count > 0)
+        for (int left = stage_count;;) {
+          const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
+          load_unit(data, 1);
+          multiply_unit(x, 0);
           ptx::wgmma_wait<1>();
-          if (unit == 0 && index > 0) release(slot == 0 ? S::kStages - 1 : slot - 1);
-          if (!last) {
-            convert_unit(unit + 1);
-          } else {
-            at.advance();
-            data = stage_data();
-            if (index + 1 == stage_count) break;
-            wait_full();
-            load_unit(data, 0);
-            convert_unit(0);
-          }
+          __syncwarp();
+          ptx::barrier_arrive_if(done, arrives);
+          convert_unit(1);
+          multiply_unit(x, 1);
+          done = empty + at.slot;
+          arrives = releases;
+          at.advance();
+          data = stage_data();
+          ptx::wgmma_wait<1>();
+          if (--left == 0) break;
+          wait_full();
+          load_unit(data, 0);
+          convert_unit(0);
         }
-      }
       ptx::wgmma_wait<0>();
     } else {
       for (int index = 0; index < stage_count; ++index) {
@@ -771,10 +787,30 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
     // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place, each rank's those
     // of the tokens that it finishes, as the accumulators of a warp lie.
+    const tiles::ConsumerOf<S::kWarpgroups> me{warpgroup, warp % 4};
+    float bias[2] = {};
+    if (rounds_sums && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
     if (params.cluster > 1) {
       ptx::cluster_meet();
     } else {
       asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
+    }
+    // Rows of this CTA's, the first of which are staged from `at` of the ring on.
+    const auto store = [&](const auto& sums, auto columns, int rows, int at) {
+      const auto pack = [&](int i) {
+        return pack_pair(from_float<X>(fmaf(sums[i], kUnscale, bias[i % 4 / 2])),
+                         from_float<X>(fmaf(sums[i + 1], kUnscale, bias[i % 4 / 2])));
+      };
+      uint16_t* const y = static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n;
+      float* const staged = reinterpret_cast<float*>(ring + at + warpgroup * columns.value * kTileN * 2);
+      const int block = me.stored_row() / 8 * params.cluster + rank;
+      me.template store_placed<columns.value, columns.value>(
+          args, y, n0 + warpgroup * kTileN, rows, staged, pack,
+          [&](int i) { return (block + 2 * i * params.cluster) * 8 + me.stored_row() % 8; });
+    };
+    if (rounds_sums && params.cluster == 1) {
+      store(acc, std::integral_constant<int, S::kTokens>{}, tokens, 0);
+      return;
     }
     int owner = 0, at_block = rank * most_blocks;
     const bool alone = S::Source::kWindows && params.cluster == 1;
@@ -790,7 +826,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       if (alone || i >= token_blocks) break;
       uint8_t* const to = ring + ((at_block * S::kWarpgroups * 4 + warp) * 32 + lane) * 16;
       const float4 v = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
-      if (params.cluster > 1) {
+      if (owner != rank) {
         ptx::store_async_at_rank(to, v, received, owner);
       } else {
         *reinterpret_cast<float4*>(to) = v;
@@ -800,18 +836,30 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         ++at_block;
       }
     }
+    __syncwarp();
+    if (lane < kArrivals) ptx::barrier_arrive(received);
+    if (rounds_sums) {
+      ptx::barrier_wait(received, 0);
+      constexpr int kMost = (S::kTokens / 2 + 15) / 16 * 16;  // tokens of a rank
+      float sums[kMost / 2] = {};
+      const float4* from = reinterpret_cast<const float4*>(ring) + warp * 32 + lane;
+#pragma unroll 1
+      for (int other = 0; other < params.cluster; ++other, from += most_blocks * (S::kRows * 2)) {
+#pragma unroll
+        for (int i = 0; i < kMost / 8; ++i) {
+          if (i >= my_blocks) break;
+          const float4 v = from[i * (S::kRows * 2)];
+          sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+        }
+      }
+      const bool has_last = (my_blocks - 1) * params.cluster + rank == token_blocks - 1;
+      const int rows = my_blocks * 8 - (has_last ? token_blocks * 8 - tokens : 0);
+      store(sums, std::integral_constant<int, kMost>{}, rows, S::kStages * S::kStageBytes - kMost * S::kRows * 2);
+    }
   }
+  if (rounds_sums) return;
 
-  if (params.cluster > 1) {
-    ptx::barrier_wait(received, 0);
-  } else if (kArrivals > 1) {  // racecheck does not follow the CTA's barrier here
-    if (warp < S::kWarpgroups * 4) ptx::barrier_arrive(received);
-    ptx::barrier_wait(received, 0);
-  } else {
-    __syncthreads();
-  }
-  // Rounded weights may be in units of a power of two.
-  constexpr float kUnscale = S::kRounded ? 1.f / wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>::kUnit : 1.f;
+  ptx::barrier_wait(received, 0);
   if constexpr (S::Source::kWindows) {
     if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype) {
       // As below, but eight outputs at a time, the same ones of all of a thread's tokens.
