@@ -31,7 +31,8 @@ inline cudaError_t allow_shared_memory(const void* kernel) {
 struct LaunchShape {
   dim3 grid;
   int threads = 0;
-  int cluster = 1;
+  int cluster = 1;  // CTAs along x
+  bool cluster_along_y = false;
   int shared_bytes = 0;
 };
 
@@ -50,8 +51,8 @@ cudaError_t launch_kernel(void (*kernel)(Args...), const LaunchShape& shape, cud
   config.stream = stream;
   if (shape.cluster > 1) {
     attributes[0].id = cudaLaunchAttributeClusterDimension;
-    attributes[0].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-    attributes[0].val.clusterDim.y = 1;
+    attributes[0].val.clusterDim.x = shape.cluster_along_y ? 1u : static_cast<unsigned>(shape.cluster);
+    attributes[0].val.clusterDim.y = shape.cluster_along_y ? static_cast<unsigned>(shape.cluster) : 1u;
     attributes[0].val.clusterDim.z = 1;
     config.attrs = attributes;
     config.numAttrs = 1;
