@@ -736,26 +736,25 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       bool arrives = false;
       const uint64_t first_x = ptx::wgmma_descriptor(ring);
       const uint32_t high = first_x >> 32, low = static_cast<uint32_t>(first_x);
-      if (stage_count > 0)
-        for (int left = stage_count;;) {
-          const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
-          load_unit(data, 1);
-          multiply_unit(x, 0);
-          ptx::wgmma_wait<1>();
-          __syncwarp();
-          ptx::barrier_arrive_if(done, arrives);
-          convert_unit(1);
-          multiply_unit(x, 1);
-          done = empty + at.slot;
-          arrives = releases;
-          at.advance();
-          data = stage_data();
-          ptx::wgmma_wait<1>();
-          if (--left == 0) break;
-          wait_full();
-          load_unit(data, 0);
-          convert_unit(0);
-        }
+      for (int left = stage_count; stage_count > 0;) {
+        const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
+        load_unit(data, 1);
+        multiply_unit(x, 0);
+        ptx::wgmma_wait<1>();
+        __syncwarp();
+        ptx::barrier_arrive_if(done, arrives);
+        convert_unit(1);
+        multiply_unit(x, 1);
+        done = empty + at.slot;
+        arrives = releases;
+        at.advance();
+        data = stage_data();
+        ptx::wgmma_wait<1>();
+        if (--left == 0) break;
+        wait_full();
+        load_unit(data, 0);
+        convert_unit(0);
+      }
       ptx::wgmma_wait<0>();
     } else {
       for (int index = 0; index < stage_count; ++index) {
