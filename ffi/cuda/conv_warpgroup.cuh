@@ -17,7 +17,7 @@ namespace wonly::conv {
 struct Pixels {
   static constexpr bool kWindows = true;
   static constexpr int kPieces = 1, kProducer = 0;
-  __device__ static int producers(int) { return 4; }  // of each half one for activations and one for scales
+  static constexpr int producers(int) { return 4; }  // of each half one for activations and one for scales
 
   struct Params : warpgroup::Params {
     int halves;                        // of stages, of all taps

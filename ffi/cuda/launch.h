@@ -31,7 +31,8 @@ inline cudaError_t allow_shared_memory(const void* kernel) {
 struct LaunchShape {
   dim3 grid;
   int threads = 0;
-  int cluster = 1;
+  int cluster = 1;  // CTAs along x
+  bool cluster_along_y = false;
   int shared_bytes = 0;
   bool early = false;  // before the last kernel ends, as soon as all its CTAs let it (ptx::let_next_kernel_begin)
 };
@@ -53,8 +54,8 @@ cudaError_t launch_kernel(void (*kernel)(Args...), const LaunchShape& shape, cud
   if (shape.cluster > 1) {
     cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned>(shape.cluster);
-    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.x = shape.cluster_along_y ? 1u : static_cast<unsigned>(shape.cluster);
+    attribute.val.clusterDim.y = shape.cluster_along_y ? static_cast<unsigned>(shape.cluster) : 1u;
     attribute.val.clusterDim.z = 1;
   }
   if (shape.early) {

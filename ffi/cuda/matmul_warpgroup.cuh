@@ -27,6 +27,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/cluster_tiles.cuh"
+#include "cuda/division.h"
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/exact_sum.cuh"
@@ -68,7 +70,7 @@ enum class Kind {
 struct Params {
   MatmulArgs args;
   int cluster;
-  int token_tiles;
+  Divisor token_tiles, ranks;
   int stages, more_stages;  // of 128 inputs, for every rank; as many ranks have one more
   int log2_group_blocks;    // group size = 32 << this; -1: one scale per output
   int stage_groups;         // of rounded weights: groups that end in a stage, 4, 2 or 1
@@ -86,8 +88,8 @@ struct Rows {
   using Params = warpgroup::Params;
   static constexpr bool kWindows = false;
   static constexpr int kPieces = 1;
-  static constexpr int kProducer = 0;                                           // the warp that copies activations
-  __device__ static int producers(int row_tiles) { return max(row_tiles, 2); }  // warps
+  static constexpr int kProducer = 0;  // the warp that copies activations
+  static constexpr int producers(int warpgroups) { return warpgroups < 2 ? 2 : warpgroups; }  // warps
 };
 
 // float32 activations as the three bf16 numbers that each is, [piece, batch, token, input] in scratch. Codes of weights
@@ -95,7 +97,7 @@ struct Rows {
 struct SplitRows : Rows {
   static constexpr int kPieces = 3;
   static constexpr int kProducer = 2;  // weights need not wait for them
-  __device__ static int producers(int) { return 3; }
+  static constexpr int producers(int) { return 3; }
 };
 
 template <typename Source_, typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, Kind kKind>
@@ -159,8 +161,11 @@ struct Shape {
   static constexpr int kFit =
       (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
-  // Partial sums of a cluster's CTAs, of the tokens that one finishes, take the place of the stages.
-  static_assert(kStages >= 3 && (kTokens + 8 * (kMaxCluster - 1)) * kRows * 4 <= kStages * kStageBytes);
+  // Partial sums of a cluster's CTAs, of the tokens that one finishes, take the place of the stages, and behind them,
+  // as many again, which are read but mean nothing, and the results.
+  static constexpr int kMostOfRank = (kTokens / 2 + 15) / 16 * 16;  // tokens, of two or more
+  static constexpr int kLineBytes = Source::kWindows ? 0 : kMostOfRank * kRows * (4 + 2);
+  static_assert(kStages >= 3 && (kTokens + 8 * (kMaxCluster - 1)) * kRows * 4 + kLineBytes <= kStages * kStageBytes);
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
   // The product that adds activations up takes 64 tokens at a time, of which those beyond kTokens are other data.
   static constexpr int kSumBlocks = (kTokens + 63) / 64;
@@ -344,6 +349,22 @@ __device__ __forceinline__ void store_sums(const float (&sum)[S::kSumBlocks][4],
   }
 }
 
+// Of the blocks of eight tokens that CTAs of a cluster share out, block b to rank b % cluster.
+struct Blocks {
+  int most, mine;  // of a rank, and of this one
+  __device__ Blocks(const Params& params, int rank, int blocks) {
+    int rest;
+    most = params.ranks.divide(blocks + params.cluster - 1, &rest);
+    mine = most - ((most - 1) * params.cluster + rank < blocks ? 0 : 1);
+  }
+};
+// Whether results are sums with a bias, rounded, and leave in whole lines.
+template <typename S>
+__device__ __forceinline__ bool rounds_sums(const MatmulArgs& args) {
+  constexpr bool kMay = !S::Source::kWindows && S::Source::kPieces == 1 && !S::kSums;
+  return kMay && args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
+}
+
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     warpgroup_matmul(const __grid_constant__ typename S::Source::Params params, const __grid_constant__ Maps maps) {
@@ -357,27 +378,32 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   uint64_t* received = summed + S::kStages;
   uint8_t* const ring = shared + kBarrierBytes;
 
+  // By a warp that has nothing else to do, and first: copies wait for it.
+  constexpr int producers = S::Source::producers(S::kWarpgroups);
+  if (threadIdx.x == S::kThreads - 32) {
+    for (int i = 0; i < S::kStages; ++i) {
+      ptx::barrier_init(full + i, producers);
+      ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals);
+      if (S::kSums) ptx::barrier_init(summed + i, 4 * kArrivals);
+    }
+    // That of the sums: bytes from the rest of the cluster, and the warps that write this CTA's own.
+    ptx::barrier_init(received, 1 + S::kWarpgroups * 4 * kArrivals);
+    ptx::barrier_init_fence();
+  }
   const MatmulArgs& args = params.args;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   // No division that the first copies would wait for.
   const int rank = ptx::cluster_rank();
-  const int tile = ptx::cluster_index();
-  const int row_block = params.token_tiles == 1 ? tile : tile / params.token_tiles;
-  const int m0 = (tile - row_block * params.token_tiles) * S::kTokens;  // tiles of the same weights run together
-  const int64_t n0 = static_cast<int64_t>(row_block) * S::kRows;
-  const int64_t batch = blockIdx.y;
+  int token_tile;  // tiles of the same weights run together
+  const int row_block = params.token_tiles.divide(static_cast<int>(blockIdx.x), &token_tile);
+  const int m0 = token_tile * S::kTokens;
+  const int n0 = row_block * S::kRows;
+  const int64_t batch = blockIdx.z;
 
   const int first_stage = rank * params.stages + min(rank, params.more_stages);
   const int stage_count = params.stages + (rank < params.more_stages ? 1 : 0);
-  // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share
-  // memory channels: each begins somewhere else in its run, and wraps around. The golden ratio spreads any number.
-  const int rotation = static_cast<int>(__umulhi(static_cast<uint32_t>(row_block) * 0x9e3779b9u, stage_count));
-  const auto stage_at = [&](int index) {
-    const int at = index + rotation;
-    return first_stage + (at < stage_count ? at : at - stage_count);
-  };
-  const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
+  const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
 
   const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
   const int stage_groups = S::kRounded && S::kFlushes == 4 ? params.stage_groups : S::kFlushes;
@@ -388,54 +414,49 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
-  const int row_tiles = static_cast<int>(min(static_cast<int64_t>(S::kWarpgroups), ceil_div(args.n - n0, kTileN)));
-  const int producers = S::Source::producers(row_tiles);
+  const int outputs = min(S::kRows, static_cast<int>(args.n) - n0);
+  const int row_tiles = (outputs + kTileN - 1) / kTileN;
 
   constexpr float kBias = bias_of(S::kBits);
+  // Rounded weights may be in units of a power of two.
+  constexpr float kUnscale = S::kRounded ? 1.f / wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>::kUnit : 1.f;
   // At the end the CTAs of a cluster share the tokens out, eight at a time: block b of them to rank b % cluster.
-  const int tokens = static_cast<int>(min(static_cast<int64_t>(S::kTokens), args.m - m0));
+  const int tokens = min(S::kTokens, static_cast<int>(args.m) - m0);
   const int token_blocks = (tokens + 7) / 8;
-  const int most_blocks = (token_blocks + params.cluster - 1) / params.cluster;  // of a rank
-
   const CUtensorMap* const x_map = tokens < S::kTokens ? &maps.last : &maps.x;
-  if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(x_map);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kStages; ++i) {
-      ptx::barrier_init(full + i, producers);
-      ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals);
-      if (S::kSums) ptx::barrier_init(summed + i, 4 * kArrivals);
-    }
-    // That of the sums: bytes from the cluster; without one, and where each lane arrives, those who write them.
-    const bool counted = kArrivals == 1 || params.cluster > 1;
-    ptx::barrier_init(received, counted ? 1 : 1 + S::kWarpgroups * 128);
-    ptx::barrier_init_fence();
-    const int my_blocks = most_blocks - ((most_blocks - 1) * params.cluster + rank < token_blocks ? 0 : 1);
-    ptx::barrier_expect(received, counted ? params.cluster * my_blocks * S::kRows * 8 * 4 : 0);
-  }
   if (S::kSums && threadIdx.x < S::kFlushes * kOnesBytes / 16) {
     const uint32_t ones = threadIdx.x % S::kFlushes != threadIdx.x / 8 ? 0u : C::kBf16 ? 0x3f803f80u : 0x3c003c00u;
     reinterpret_cast<uint4*>(shared + kOnesAt)[threadIdx.x] = {ones, ones, ones, ones};
     ptx::fence_shared_for_async();
   }
-  __syncthreads();
 
   if (warp >= S::kWarpgroups * 4) {
+    if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(x_map);
     ptx::lower_registers<S::kProducerRegisters>();
+    // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share
+    // memory channels: each begins somewhere else in its run, and wraps around. The golden ratio spreads any number.
+    const int rotation = static_cast<int>(__umulhi(static_cast<uint32_t>(row_block) * 0x9e3779b9u, stage_count));
+    const auto stage_at = [&](int index) {
+      const int at = index + rotation;
+      return first_stage + (at < stage_count ? at : at - stage_count);
+    };
     // Warp w of the producer brings the weights of row tile w; the first, or a third, activations, the second scales
     // and shifts. All lanes walk along, so that addresses stay in uniform registers, and one of them issues.
     const int producer = __shfl_sync(0xffffffffu, warp, 0) - S::kWarpgroups * 4;
-    const uint32_t* words = args.qw + batch * args.qw_batch_stride + (n0 / kTileN + producer) * k_tiles * kTileWords;
+    const uint32_t* words = args.qw + batch * args.qw_batch_stride +
+                            static_cast<uint64_t>(row_block * S::kWarpgroups + producer) * k_tiles * kTileWords;
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int scales_batch = args.scales_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int shifts_batch = args.shift_batch_stride == 0 ? 0 : static_cast<int>(batch);
-    const int outputs = static_cast<int>(min(static_cast<int64_t>(S::kRows), args.n - n0));
     const int scale_row_bytes = outputs * scale_size;
     const int shift_row_bytes = outputs * shift_size;
     RingPosition<S::kStages> at;
+    // Those who copy meet the others when they have at hand what the first copies are asked for with.
+    if (producer >= producers) __syncthreads();
     if (S::Source::kWindows && producer < producers) {
       if constexpr (S::Source::kWindows) {
-        const typename S::Source::template Copies<S> copies(params, x_map, tokens, producer, row_tiles,
-                                                            static_cast<int>(n0), m0);
+        const typename S::Source::template Copies<S> copies(params, x_map, tokens, producer, row_tiles, n0, m0);
+        __syncthreads();
         for (int index = 0; index < stage_count; ++index, at.advance()) {
           if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
           if (ptx::elect_one()) copies.copy(stage_at(index), ring + at.slot * S::kStageBytes, full + at.slot);
@@ -443,7 +464,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
     } else if (producer < producers) {
       const bool copies_x = producer == S::Source::kProducer;
+      __syncthreads();
       if (S::Source::kPieces > 1 && copies_x) ptx::wait_for_last_kernel();
+#pragma unroll 1
       for (int index = 0; index < stage_count; ++index, at.advance()) {
         const int stage = stage_at(index);
         if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
@@ -464,15 +487,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         if (copies_x) {
 #pragma unroll
           for (int piece = 0; piece < S::Source::kPieces; ++piece) {
-            const int of_piece = piece * (args.x_batch_stride == 0 ? 1 : static_cast<int>(gridDim.y)) + x_batch;
+            const int of_piece = piece * (args.x_batch_stride == 0 ? 1 : static_cast<int>(args.batch)) + x_batch;
             uint8_t* const x = to + piece * S::kTokens * 128;
             ptx::tensor_copy_3d(x, x_map, stage * kStageK, m0, of_piece, done);
             ptx::tensor_copy_3d(x + S::kHalfBytes, x_map, stage * kStageK + 64, m0, of_piece, done);
           }
         } else if (producer == 1 && S::kFlushes > 1) {
-          const int first = stage * stage_groups, n = static_cast<int>(n0);
-          ptx::tensor_copy_3d(to + S::kScalesAt, &maps.scales, n, first, scales_batch, done);
-          if (shift_size > 0) ptx::tensor_copy_3d(to + S::kShiftsAt, &maps.shifts, n, first, shifts_batch, done);
+          const int first = stage * stage_groups;
+          ptx::tensor_copy_3d(to + S::kScalesAt, &maps.scales, n0, first, scales_batch, done);
+          if (shift_size > 0) ptx::tensor_copy_3d(to + S::kShiftsAt, &maps.shifts, n0, first, shifts_batch, done);
         } else if (producer == 1 && grouped) {
           const int64_t first = (stage * 4 >> params.log2_group_blocks) * args.n + n0;
           ptx::bulk_copy(to + S::kScalesAt, scales + first * scale_size, scale_row_bytes, done);
@@ -485,7 +508,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       const int output = threadIdx.x % 128;
       float scale = 0.f, shift = 0.f;  // those of all inputs, if there is one of each
       if (!grouped) {
-        const int64_t n = min(n0 + output, args.n - 1);
+        const int64_t n = min(static_cast<int64_t>(n0 + output), args.n - 1);
         scale = load_element(scales, n, args.scale_dtype), shift = load_element(shifts, n, args.shift_dtype);
       }
       const int turn = producer / 4 - 1;
@@ -556,7 +579,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     if (!grouped && !S::kSums) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int64_t n = min(n0 + row + 8 * i, args.n - 1);
+        const int64_t n = min(static_cast<int64_t>(n0 + row + 8 * i), args.n - 1);
         const float stored = load_element(scales, n, args.scale_dtype);
         scale[i] = stored * C::kUnscale;
         if (has_zeros) zero[i] = C::minus_zero(static_cast<float>(shifts[n]));
@@ -581,15 +604,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     RingPosition<S::kStages> at;
     const auto stage_data = [&]() { return ring + at.slot * S::kStageBytes; };
     const auto wait_full = [&]() { ptx::barrier_wait(full + at.slot, at.phase); };
+    // Where this lane's words and its outputs' scales and shifts are in a stage. In registers: the compiler would find
+    // them again for each.
+    const int shifts_at = S::kRounded && !S::kZeros ? offsets_at + row * 2 : S::kShiftsAt + row * shift_size;
+    int own[4] = {S::kWeightsAt + warpgroup * S::kTiles * kTileBytes + warp % 4 * (kAtomWords * 4) + lane * 16,
+                  S::kScalesAt + row * scale_size, shifts_at, ptx::arrives(lane)};
+    ptx::keep(own);
+    const int own_words = own[0], own_scales = own[1], own_shifts = own[2];
+    const bool releases = own[3] != 0;
     const auto release = [&](int slot) {
       __syncwarp();
-      if (lane < kArrivals) ptx::barrier_arrive(empty + slot);
+      ptx::barrier_arrive_if(empty + slot, releases);
     };
     // Loads come some instructions before what they are for.
     const auto load_unit = [&](const uint8_t* data, int unit) {
       if (!kShared || unit % 2 == 0) {
-        const uint4* from = reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) +
-                            warp % 4 * 32 + lane;
+        const uint4* from = reinterpret_cast<const uint4*>(data + own_words);
 #pragma unroll
         for (int i = 0; i < (kShared ? 1 : S::kUnitSteps / kVectorSteps); ++i) {
           words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
@@ -600,19 +630,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #pragma unroll
         for (int i = 0; i < kUnitGroups; ++i) {
           const int group = unit * S::kUnitSteps / kGroupSteps + i;
-          const int at_row = (S::kFlushes == 4 ? group * stage_groups / 4 : group) * S::kRows + row;
-          load_pair(data + S::kScalesAt + at_row * scale_size, args.scale_dtype, group_scales[i]);
+          const int first = (S::kFlushes == 4 ? group * stage_groups / 4 : group) * S::kRows;
+          load_pair(data + own_scales + first * scale_size, args.scale_dtype, group_scales[i]);
           if (!S::kZeros) {
-            if (!S::kAnyScales) load_pair(data + offsets_at + at_row * 2, args.x_dtype, group_shifts[i]);
+            if (!S::kAnyScales) load_pair(data + own_shifts + first * 2, args.x_dtype, group_shifts[i]);
           } else if (shift_size == 1) {
-            const uint8_t* of_row = data + S::kShiftsAt + at_row;
-            group_shifts[i][0] = of_row[0], group_shifts[i][1] = of_row[8];
+            const uint8_t* from = data + own_shifts + first;
+            group_shifts[i][0] = from[0], group_shifts[i][1] = from[8];
           } else {
-            load_pair(data + S::kShiftsAt + at_row * 2, args.x_dtype, group_shifts[i]);
+            load_pair(data + own_shifts + first * 2, args.x_dtype, group_shifts[i]);
           }
         }
       } else if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
-        const uint8_t* from = data + S::kShiftsAt + unit * S::kRows + row;
+        const uint8_t* from = data + own_shifts + unit * S::kRows;
         zero_bits[0] = from[0], zero_bits[1] = from[8];
       }
     };
@@ -691,7 +721,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     };
     const auto load_factors = [&](const uint8_t* data, int group) {
       if (S::kSums) return;
-      load_pair(data + S::kScalesAt + (group * S::kRows + row) * scale_size, args.scale_dtype, scale_bits);
+      load_pair(data + own_scales + group * S::kRows * scale_size, args.scale_dtype, scale_bits);
     };
     const auto set_factors = [&](const uint8_t* data, int group) {
       if (!grouped && !S::kSums) return;
@@ -724,6 +754,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       ptx::wgmma_commit();
     };
 
+    __syncthreads();
     const uint8_t* data = stage_data();
     if (stage_count > 0) {
       wait_full();
@@ -731,28 +762,30 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       convert_unit(0);
     }
     if constexpr (S::kRounded) {
-      // One unit is converted while the tensor cores work on the one before.
-      for (int index = 0; index < stage_count; ++index) {
-        const uint64_t x = ptx::wgmma_descriptor(data);
-        const int slot = at.slot;
-#pragma unroll
-        for (int unit = 0; unit < S::kUnits; ++unit) {
-          const bool last = unit + 1 == S::kUnits;
-          if (!last) load_unit(data, unit + 1);
-          multiply_unit(x, unit);
-          ptx::wgmma_wait<1>();
-          if (unit == 0 && index > 0) release(slot == 0 ? S::kStages - 1 : slot - 1);
-          if (!last) {
-            convert_unit(unit + 1);
-          } else {
-            at.advance();
-            data = stage_data();
-            if (index + 1 == stage_count) break;
-            wait_full();
-            load_unit(data, 0);
-            convert_unit(0);
-          }
-        }
+      // One unit is converted while the tensor cores work on the one before. Each instruction here holds those up, and
+      // branches most.
+      uint64_t* done = empty;  // of the stage before, which there is none of at first
+      bool arrives = false;
+      const uint64_t first_x = ptx::wgmma_descriptor(ring);
+      const uint32_t high = first_x >> 32, low = static_cast<uint32_t>(first_x);
+      for (int left = stage_count; stage_count > 0;) {
+        const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
+        load_unit(data, 1);
+        multiply_unit(x, 0);
+        ptx::wgmma_wait<1>();
+        __syncwarp();
+        ptx::barrier_arrive_if(done, arrives);
+        convert_unit(1);
+        multiply_unit(x, 1);
+        done = empty + at.slot;
+        arrives = releases;
+        at.advance();
+        data = stage_data();
+        ptx::wgmma_wait<1>();
+        if (--left == 0) break;
+        wait_full();
+        load_unit(data, 0);
+        convert_unit(0);
       }
       ptx::wgmma_wait<0>();
     } else {
@@ -807,12 +840,35 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
     // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place, each rank's those
     // of the tokens that it finishes, as the accumulators of a warp lie.
+    const Blocks blocks(params, rank, token_blocks);
+    if (threadIdx.x == 0) ptx::barrier_expect(received, (params.cluster - 1) * blocks.mine * S::kRows * 8 * 4);
+    const bool lines = rounds_sums<S>(args);
+    const tiles::ConsumerOf<S::kWarpgroups> me{warpgroup, warp % 4};
+    float bias[2] = {};
+    if (lines && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
     if (params.cluster > 1) {
       ptx::cluster_meet();
     } else {
       asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
     }
-    int owner = 0, at_block = rank * most_blocks;
+    // Rows of this CTA's, the first of which are staged from `at` of the ring on.
+    const auto store = [&](const auto& sums, auto columns, int rows, int at) {
+      const auto pack = [&](int i) {
+        return pack_pair(from_float<X>(fmaf(sums[i], kUnscale, bias[i % 4 / 2])),
+                         from_float<X>(fmaf(sums[i + 1], kUnscale, bias[i % 4 / 2])));
+      };
+      uint16_t* const y = static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n;
+      float* const staged = reinterpret_cast<float*>(ring + at + warpgroup * columns.value * kTileN * 2);
+      const int block = me.stored_row() / 8 * params.cluster + rank;
+      me.template store_placed<columns.value, columns.value>(
+          args, y, n0 + warpgroup * kTileN, rows, staged, pack,
+          [&](int i) { return (block + 2 * i * params.cluster) * 8 + me.stored_row() % 8; });
+    };
+    if (lines && params.cluster == 1) {
+      store(acc, std::integral_constant<int, S::kTokens>{}, tokens, 0);
+      return;
+    }
+    int owner = 0, at_block = rank * blocks.most;
     const bool alone = S::Source::kWindows && params.cluster == 1;
     if (alone) {
       float4* const to = reinterpret_cast<float4*>(ring) + warp * 32 + lane;
@@ -826,7 +882,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       if (alone || i >= token_blocks) break;
       uint8_t* const to = ring + ((at_block * S::kWarpgroups * 4 + warp) * 32 + lane) * 16;
       const float4 v = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
-      if (params.cluster > 1) {
+      if (owner != rank) {
         ptx::store_async_at_rank(to, v, received, owner);
       } else {
         *reinterpret_cast<float4*>(to) = v;
@@ -836,18 +892,30 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         ++at_block;
       }
     }
+    __syncwarp();
+    if (lane < kArrivals) ptx::barrier_arrive(received);
+    if (lines) {
+      ptx::barrier_wait(received, 0);
+      constexpr int kMost = S::kMostOfRank;  // beyond those of this rank there are other numbers
+      float sums[kMost / 2] = {};
+      const float4* from = reinterpret_cast<const float4*>(ring) + warp * 32 + lane;
+#pragma unroll 1
+      for (int other = 0; other < params.cluster; ++other, from += blocks.most * (S::kRows * 2)) {
+#pragma unroll
+        for (int i = 0; i < kMost / 8; ++i) {
+          const float4 v = from[i * (S::kRows * 2)];
+          sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+        }
+      }
+      const bool has_last = (blocks.mine - 1) * params.cluster + rank == token_blocks - 1;
+      const int rows = blocks.mine * 8 - (has_last ? token_blocks * 8 - tokens : 0);
+      store(sums, std::integral_constant<int, kMost>{}, rows, S::kStages * S::kStageBytes - kMost * S::kRows * 2);
+    }
   }
+  if (rounds_sums<S>(args)) return;
+  const int most_blocks = Blocks(params, rank, token_blocks).most;
 
-  if (params.cluster > 1) {
-    ptx::barrier_wait(received, 0);
-  } else if (kArrivals > 1) {  // racecheck does not follow the CTA's barrier here
-    if (warp < S::kWarpgroups * 4) ptx::barrier_arrive(received);
-    ptx::barrier_wait(received, 0);
-  } else {
-    __syncthreads();
-  }
-  // Rounded weights may be in units of a power of two.
-  constexpr float kUnscale = S::kRounded ? 1.f / wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>::kUnit : 1.f;
+  ptx::barrier_wait(received, 0);
   if constexpr (S::Source::kWindows) {
     if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype) {
       // As below, but eight outputs at a time, the same ones of all of a thread's tokens.
@@ -934,17 +1002,20 @@ template <typename S>
 cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, int stages, const Config& config,
                           cudaStream_t stream) {
   const MatmulArgs& args = params.args;
-  params.token_tiles = static_cast<int>(ceil_div(args.m, S::kTokens));
+  const int token_tiles = static_cast<int>(ceil_div(args.m, S::kTokens));
+  params.token_tiles = Divisor(token_tiles);
+  params.ranks = Divisor(config.cluster);
   params.stages = stages / config.cluster;
   params.more_stages = stages % config.cluster;
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(ceil_div(args.n, S::kRows) * params.token_tiles * config.cluster),
-                    static_cast<unsigned>(args.batch));
+  shape.grid = dim3(static_cast<unsigned>(ceil_div(args.n, S::kRows) * token_tiles),
+                    static_cast<unsigned>(config.cluster), static_cast<unsigned>(args.batch));
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
+  shape.cluster_along_y = true;
   shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
   shape.early = S::Source::kPieces > 1;
-  if (S::kCtas > 1 && shape.grid.x * shape.grid.y <= static_cast<unsigned>(config.multiprocessors)) {
+  if (S::kCtas > 1 && shape.grid.x * shape.grid.y * shape.grid.z <= static_cast<unsigned>(config.multiprocessors)) {
     // The scheduler would put a cluster's CTAs together on few multiprocessors; too much shared memory for two keeps
     // them apart.
     shape.shared_bytes = std::max(shape.shared_bytes, kMultiprocessorBytes / 2);

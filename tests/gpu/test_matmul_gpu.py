@@ -119,6 +119,26 @@ def test_shared_inputs(rng, bits, n, m):
         assert_product(y, x, weight, bias=bias, activation="relu", out_dtype="float32", rounded_weights=True)
 
 
+@pytest.mark.parametrize("m", [3, 9, 17, 40, 57, 64, 91, 100, 128, 300])
+@pytest.mark.parametrize("n", [72, 264])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounded_results(rng, bits, n, m):
+    """Results of the activations' type have a way of their own to memory, of which those of a tile's last tokens, of
+    outputs beyond the last and of several CTAs are parts: the same sums as in float32, rounded.
+    """
+    schemes = ("symmetric", 128, "bfloat16"), ("float_zeros", 64, "bfloat16"), ("integer_zeros", None, "float16")
+    for mode, group_size, x_dtype in schemes:
+        for k, lead in ((128, ()), (2560, (2,))):
+            weight = random_weight(
+                rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=lead
+            )
+            x = random_x(rng, (*lead, m, k), x_dtype)
+            bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
+            wide = jw.matmul(x, weight.qt, bias=bias, preferred_element_type=jnp.float32, implementation="cuda")
+            y = jw.matmul(x, weight.qt, bias=bias, implementation="cuda")
+            np.testing.assert_array_equal(*(np.asarray(a.astype(x_dtype)).view(np.uint16) for a in (y, wide)))
+
+
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", MODES)
