@@ -17,7 +17,7 @@ bool adds_activations(const MatmulArgs& args) {
 
 }  // namespace
 
-Layout layout(const MatmulArgs& args, const Config& config) {
+Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const int64_t atoms = ceil_div(args.n, kAtomN), stages = ceil_div(args.k, kStageInputs);
   Layout layout{};
   layout.atoms_each = static_cast<int>(atoms / config.parts);
@@ -27,10 +27,12 @@ Layout layout(const MatmulArgs& args, const Config& config) {
   while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
   layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
   layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * kStageBytes;
-  layout.partial_at = layout.sums_at + (adds_activations(args) ? layout.stages_each * kSumBytes : 0);
-  layout.total_at = layout.partial_at + kWarpgroups * kMaxTokens * kSumStride * 4;
-  const int64_t part_rows = (layout.atoms_each + (layout.atoms_over > 0)) * kAtomN;
-  layout.bytes = layout.total_at + (config.cluster > 1 ? kMaxTokens * part_rows * 4 : 0);
+  layout.strips_at = layout.sums_at + (adds_activations(args) ? layout.stages_each * kSumBytes : 0);
+  // A pass has a strip for each warp of a warpgroup, shared out among the cluster.
+  const int pass_bytes = std::max(kPassAtoms, config.cluster) * kWarpgroups * kStripBytes;
+  const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), kPassAtoms));
+  layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
+  layout.bytes = layout.strips_at + layout.passes * pass_bytes;
   return layout;
 }
 
@@ -56,7 +58,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
     const int64_t parts = std::min(atoms, clusters / args.batch), stages = ceil_div(all_stages, cluster.ctas);
     if (parts == 0) continue;
     const Config candidate{cluster.ctas, static_cast<int>(parts)};
-    if (layout(args, candidate).bytes > shared_bytes) continue;
+    if (layout(args, candidate, shared_bytes).passes == 0) continue;
     const int64_t part_atoms = ceil_div(atoms, parts), passes = ceil_div(part_atoms, kPassAtoms);
     const int64_t each = ceil_div(stages, kWarpgroups);
     const float us = costs.start + (sums ? costs.adding : 0.f) + cluster.start +

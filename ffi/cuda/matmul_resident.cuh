@@ -37,6 +37,7 @@ using warpgroup::convert_half;
 using warpgroup::to_floats;
 
 constexpr int kTokens = kMaxTokens;
+constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
 constexpr int kThreads = kWarpgroups * 128;
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
@@ -48,15 +49,21 @@ constexpr int kStageBlocks = kStageInputs / 32;
 constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks of 32
 
 struct Params {
-  MatmulArgs args;
+  // What the places of the first loads are made of is together: each line of constants is a wait of its own.
+  const uint32_t* qw;
+  const uint8_t* scales;
   Layout layout;
-  int cluster;
+  int log2_cluster;
+  int outputs, k_tiles;
   int log2_group_blocks;  // group size = 32 << this
+  void* y;                // as args.y, near the others
+  bool plain_results;     // of the activations' type, without bias and activation, pairs of neighbours aligned
   int step_scales;        // from those of a stage of a warpgroup to those of its next
   uint32_t none;          // zero, which the compiler does not know
   // What multiplies zeros and offsets is `of_shift` less the scale's bits that `scale_mask` leaves.
   uint32_t scale_mask;
   float of_shift;
+  MatmulArgs args;
 };
 
 // kGroups: scales of a stage, at least as many as it has groups. kShiftSize: bytes of a zero or offset, 0 without;
@@ -102,14 +109,6 @@ __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row,
   }
 }
 
-// Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a weight times
-// it is.
-template <bool kSums>
-__device__ __forceinline__ void finish_sum(const MatmulArgs& args, int64_t batch, int token, int64_t n, float sum) {
-  if (kSums && !isfinite(sum) && n < args.n) sum = exact_sum(args, batch, token, n, 0, args.k);
-  finish(args, batch, token, n, sum);
-}
-
 template <typename S>
 __global__ void __launch_bounds__(kThreads, 1)
     resident_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap map) {
@@ -119,77 +118,62 @@ __global__ void __launch_bounds__(kThreads, 1)
   constexpr int kGroups = S::kGroups, kGroupSteps = kTiles * kSteps / kGroups;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
+  uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
   uint8_t* const x = shared + kBarrierBytes;
   const MatmulArgs& args = params.args;
   const Layout& layout = params.layout;
-  const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
+  const int warp = threadIdx.x / 32;
   const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
-  const int rank = ptx::cluster_rank();
-  const int part = ptx::cluster_index();
+  const int cluster = 1 << params.log2_cluster;
+  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);
+  const int part = static_cast<int>(blockIdx.x) >> params.log2_cluster;
   const int64_t batch = blockIdx.y;
-  const int tokens = static_cast<int>(args.m);
-
   const int first_atom = part * layout.atoms_each + min(part, layout.atoms_over);
-  const int end_atom = first_atom + layout.atoms_each + (part < layout.atoms_over);
-  const int k_tiles = static_cast<int>(args.k) / tile_k(kBits);
+  const int atoms = layout.atoms_each + (part < layout.atoms_over);
   const int first_stage = rank * layout.stages_each;
-  const int stages = min(layout.stages_each, (k_tiles + kTiles - 1) / kTiles - first_stage);
-
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < layout.pieces; ++i) ptx::barrier_init(arrived + i, 1);
-    ptx::barrier_init_fence();
-    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
-    for (int i = 0; i < layout.pieces; ++i) {
-      const int stage = i << layout.log2_piece;
-      ptx::barrier_expect(arrived + i, tokens * kTiles * 128 << layout.log2_piece);
-      ptx::tensor_copy_4d(x + stage * tokens * (kTiles * 128), &map, 0, 0, (first_stage + stage) * kTiles, x_batch,
-                          arrived + i);
-    }
-  }
+  const int cta_tiles = min(layout.stages_each * kTiles, params.k_tiles - first_stage * kTiles);
 
   // Loads of a block of kAhead stages, one block before their use: words of this lane, scale and shift of its outputs,
   // rows g and g + 8 of its warp's strip, of small groups those that block t of a stage belongs to. What is not loaded
   // is multiplied by activations of zero, or belongs to outputs that nobody stores. No load stands in a branch, where
   // it would wait for those before.
-  const int first_group = (first_stage + warpgroup) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
-  const int64_t first_scale = static_cast<int64_t>(first_group) * args.n;
-  const uint8_t* const scales =
-      static_cast<const uint8_t*>(args.scales) + (batch * args.scales_batch_stride + first_scale) * 2;
-  const uint8_t* const shift =
-      static_cast<const uint8_t*>(args.shift) + (batch * args.shift_batch_stride + first_scale) * S::kShiftSize;
-  const int tiles = min(stages * kTiles, k_tiles - first_stage * kTiles) - warpgroup * kTiles;
-  const int turns = (stages + kTurn * kWarpgroups - 1) / (kTurn * kWarpgroups);
+  const int lane_tiles = cta_tiles - warp / 4 * kTiles;  // in registers of a lane, where arithmetic is faster
+  const int turns = (cta_tiles + kTurn * kStepTiles - 1) / (kTurn * kStepTiles);
   uint4 words[2][kAhead][kTiles] = {};
   uint32_t scale_bits[2][kAhead][2] = {}, shift_bits[2][kAhead][2] = {};
-  int fetch_atom = first_atom + warp % 4, fetch_block, fetch_tiles;
-  const uint32_t* fetch_words;
-  int fetch_rows;  // outputs from row g on
-  const uint8_t* fetch_scales;
-  const uint8_t* fetch_zeros;  // of one byte; what has two lies as scales do
-  const auto begin_fetch_pass = [&]() {
-    fetch_block = 0;
-    fetch_tiles = fetch_atom < end_atom ? tiles : 0;
-    const int64_t tile =
-        static_cast<int64_t>(fetch_atom / kAtomsPerTile) * k_tiles + (first_stage + warpgroup) * kTiles;
-    fetch_words =
-        args.qw + batch * args.qw_batch_stride + tile * kTileWords + fetch_atom % kAtomsPerTile * kAtomWords + lane * 4;
-    const int n = fetch_atom * kAtomN + g;
-    fetch_rows = static_cast<int>(args.n) - n;
-    fetch_scales = scales + n * 2;
-    fetch_zeros = shift + n;
-  };
-  // `none` is zero.
-  const auto fetch_blocks = [&](int buffer, uint32_t none) {
+  const int first_strip = first_atom + warp % 4;
+  int fetch_atoms = atoms - warp % 4;  // from the strip on that is loaded
+  int fetch_block = 0, fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
+  int fetch_rows = params.outputs - first_strip * kAtomN - g;  // outputs from row g on
+  const int first_tile = first_strip / kAtomsPerTile * params.k_tiles + (first_stage + warp / 4) * kTiles;
+  const uint32_t* fetch_words =
+      params.qw + static_cast<int64_t>(first_tile) * kTileWords + (first_strip % kAtomsPerTile * kAtomWords + lane * 4);
+  const int first_group = (first_stage + warp / 4) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
+  int64_t first_scale = static_cast<int64_t>(first_group) * params.outputs + (first_strip * kAtomN + g);
+  const uint8_t* fetch_zeros = nullptr;  // of one byte; what has two lies as scales do
+  int64_t to_shift = 0;                  // from scales
+  if constexpr (S::kShiftSize > 0) {
+    const auto* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * S::kShiftSize;
+    fetch_zeros = shift + first_scale;
+    to_shift = shift - (params.scales + batch * args.scales_batch_stride * 2);
+  }
+  if (batch > 0) {
+    fetch_words += batch * args.qw_batch_stride;
+    first_scale += batch * args.scales_batch_stride;
+  }
+  const uint8_t* fetch_scales = params.scales + first_scale * 2;
+  // `none` is zero. The first loads are not ones that the compiler may put behind the barrier after them.
+  const auto fetch_blocks = [&](auto first, int buffer, uint32_t none) {
     const int left = fetch_tiles | static_cast<int>(none);
 #pragma unroll
     for (int stage = 0; stage < kAhead; ++stage) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const int at = stage * kStepTiles + tile;
-        ptx::load_once(words[buffer][stage][tile], fetch_words + at * kTileWords, at < left);
+        ptx::load_once<!first.value>(words[buffer][stage][tile], fetch_words + at * kTileWords, at < left);
       }
       const bool wanted = stage * kStepTiles + (kGroups > 1 ? t / 2 : 0) < left;
 #pragma unroll
@@ -198,168 +182,240 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint32_t (&scale)[2] = scale_bits[buffer][stage], (&zero)[2] = shift_bits[buffer][stage];
         // A group that half a stage does not have keeps nothing of others, which may be infinite.
         if (kGroups > 1 && !wanted) scale[i] = zero[i] = 0;
-        ptx::load_part<2>(scale[i], fetch_scales + 16 * i, of_row);
-        if constexpr (S::kShiftSize == 1) ptx::load_part<1>(zero[i], fetch_zeros + 8 * i, of_row);
-        if constexpr (S::kShiftSize == 2) ptx::load_part<2>(zero[i], fetch_scales + (shift - scales) + 16 * i, of_row);
+        ptx::load_part<2, !first.value>(scale[i], fetch_scales + 16 * i, of_row);
+        if constexpr (S::kShiftSize == 1) ptx::load_part<1, !first.value>(zero[i], fetch_zeros + 8 * i, of_row);
+        if constexpr (S::kShiftSize == 2) {
+          ptx::load_part<2, !first.value>(zero[i], fetch_scales + to_shift + 16 * i, of_row);
+        }
       }
       fetch_scales += params.step_scales * 2;
       fetch_zeros += params.step_scales;
     }
     fetch_words += kAhead * kStepTiles * kTileWords;
     fetch_tiles -= kAhead * kStepTiles;
-    if (++fetch_block == 2 * turns) {
-      fetch_atom += kPassAtoms;
-      begin_fetch_pass();
+    if (++fetch_block == 2 * turns) {  // the same tiles of the next strips
+      fetch_block = 0;
+      fetch_words += (params.k_tiles - turns * (kTurn * kStepTiles)) * static_cast<int64_t>(kTileWords);
+      const int64_t back = static_cast<int64_t>(turns * kTurn) * params.step_scales;
+      fetch_scales += (kPassAtoms * kAtomN - back) * 2;
+      fetch_zeros += kPassAtoms * kAtomN - back;
+      fetch_rows -= kPassAtoms * kAtomN;
+      fetch_atoms -= kPassAtoms;
+      fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
     }
   };
-  begin_fetch_pass();
-  fetch_blocks(0, 0);
+  fetch_blocks(std::true_type{}, 0, 0);
+
+  // Strips of the outputs are finished in turn by the CTAs of the cluster, `batch_atoms` of them at a time: as many as
+  // there is room for sums.
+  const int tokens = static_cast<int>(args.m);
+  const int batch_atoms = min(atoms, layout.passes * kPassAtoms);
+  const int pieces = (cta_tiles + (kTiles << layout.log2_piece) - 1) >> (layout.log2_piece + 1);
+  const auto mine_of = [&](int of_batch) { return (of_batch - rank + cluster - 1) >> params.log2_cluster; };
+  if (threadIdx.x < 32 && ptx::elect_one()) {
+#pragma unroll 1
+    for (int i = 0; i < pieces; ++i) ptx::barrier_init(arrived + i, 1);
+    ptx::barrier_init(received, 1);
+    ptx::barrier_init_fence();
+    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
+    const int piece_bytes = tokens * (kTiles * 128) << layout.log2_piece;
+#pragma unroll 1
+    for (int i = 0; i < pieces; ++i) {
+      ptx::barrier_expect(arrived + i, piece_bytes);
+      ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kTiles, x_batch,
+                          arrived + i);
+    }
+    ptx::barrier_expect(received, cluster * mine_of(batch_atoms) * (kWarpgroups * kStripBytes));
+  }
   __syncthreads();
+  if (cluster > 1) ptx::cluster_meet();  // all have begun, so that they can be sent sums
 
   uint8_t* const sums = shared + layout.sums_at;
   if constexpr (S::kSums) {  // of a piece when it has come, behind its branch in the loop: 14 to 25% slower
-    for (int i = 0; i < layout.pieces; ++i) ptx::barrier_wait(arrived + i, 0);
-    for (int stage = warp; stage < stages; stage += kThreads / 32) {
+    for (int i = 0; i < pieces; ++i) ptx::barrier_wait(arrived + i, 0);
+    for (int stage = warp; stage * kTiles < cta_tiles; stage += kThreads / 32) {
       add_activations<X>(x, stage * kTiles * tokens, tokens, lane, sums + stage * kSumBytes);
     }
     ptx::fence_shared_for_async();
     __syncthreads();
   }
 
+  const int tiles = cta_tiles - warpgroup * kTiles;
   const uint64_t operands = ptx::wgmma_descriptor(x);
   const uint64_t sum_operands = ptx::wgmma_descriptor_unswizzled(sums, 0, kSumBytes / 2);
-  float* const partial = reinterpret_cast<float*>(shared + layout.partial_at);
-  float* const total = reinterpret_cast<float*>(shared + layout.total_at);
-  const int part_rows = (layout.atoms_each + (layout.atoms_over > 0)) * kAtomN;
+  const int most_mine = (batch_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
+  uint8_t* const strips = shared + layout.strips_at;
 #pragma unroll 1
-  for (int pass_atom = first_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
-    float acc[kTokens / 2] = {};
-    int piece = -1;  // the last that was waited for
+  for (int batch_atom = 0, phase = 0;; batch_atom += batch_atoms, phase ^= 1) {
+    const int end_atom = min(batch_atom + batch_atoms, atoms);
 #pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
+    for (int pass_atom = batch_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
+      float acc[kTokens / 2] = {};
+      int piece = -1;  // the last that was waited for
+#pragma unroll 1
+      for (int turn = 0; turn < turns; ++turn) {
 #pragma unroll
-      for (int i = 0; i < kTurn; ++i) {
-        const int buffer = i / kAhead, slot = i % kAhead, index = turn * kTurn + i;
-        const uint4(&stage_words)[kTiles] = words[buffer][slot];
-        // Loads are counted together, so whoever waits for some waits for all that were asked for before. The next ones
-        // therefore go out when these have come, which a condition that depends on them makes sure of.
-        if (slot == 0) fetch_blocks(1 - buffer, stage_words[0].x & params.none);
-        if (index * kStepTiles < tiles) {
-          const int stage = warpgroup + index * kWarpgroups;
-          if (!S::kSums && pass_atom == first_atom && stage >> layout.log2_piece != piece) {
-            piece = stage >> layout.log2_piece;
-            ptx::barrier_wait(arrived + piece, 0);
-          }
-          // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
-          const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
-          uint32_t zero_pair = 0;
-          if constexpr (S::kShiftSize == 1) {
-            zero_pair = from_float2<X>(static_cast<float>(shifts_of[0]) * -0x1p-13f,
-                                       static_cast<float>(shifts_of[1]) * -0x1p-13f);
-          }
-          float part_sums[kGroups][kTokens / 2], shift_sums[kTokens / 2];
-          uint32_t codes[kTiles * kSteps][4], shift_pieces[4];
-          if constexpr (S::kSums) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              const uint32_t scale = __float_as_uint(to_floats<X>(scales_of[j]).x) & params.scale_mask;
-              const float product = to_floats<X>(shifts_of[j]).x * (params.of_shift - __uint_as_float(scale));
-              shift_pieces[j] = __float_as_uint(product) & kTf32Bits;
-              shift_pieces[j + 2] = __float_as_uint(product - __uint_as_float(shift_pieces[j]));
+        for (int i = 0; i < kTurn; ++i) {
+          const int buffer = i / kAhead, slot = i % kAhead, index = turn * kTurn + i;
+          const uint4(&stage_words)[kTiles] = words[buffer][slot];
+          // Loads are counted together, so whoever waits for some waits for all that were asked for before. The next
+          // ones therefore go out when these have come, which a condition that depends on them makes sure of.
+          if (slot == 0) fetch_blocks(std::false_type{}, 1 - buffer, stage_words[0].x & params.none);
+          if (index * kStepTiles < tiles) {
+            const int stage = warpgroup + index * kWarpgroups;
+            if (!S::kSums && pass_atom == 0 && stage >> layout.log2_piece != piece) {
+              piece = stage >> layout.log2_piece;
+              ptx::barrier_wait(arrived + piece, 0);
             }
-            const uint64_t operand = sum_operands + stage * (kSumBytes >> 4);
-            ptx::wgmma_fence();
-            ptx::wgmma_tf32(shift_sums, shift_pieces, operand, 0);
-            ptx::wgmma_tf32(shift_sums, shift_pieces, operand + (kSumBytes / 2 >> 4), 1);
-          }
-          const uint64_t operand = operands + stage * tokens * (kTiles * 128 >> 4);
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              uint32_t minus_zero[2], pair = zero_pair;
-              if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, 2 * tile + half, 4);
-              minus_zero[0] = S::kShiftSize == 0   ? C::minus_zero(bias_of(kBits))
-                              : S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x1010)
-                                                   : 0;
-              minus_zero[1] = S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x3232) : minus_zero[0];
-              const uint4& w = stage_words[tile];
-              convert_half<X, kBits>(half == 0 ? w.x : w.z, half == 0 ? w.y : w.w, minus_zero[0], minus_zero[1],
-                                     codes + tile * kSteps + half * kSteps / 2);
+            // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
+            const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
+            uint32_t zero_pair = 0;
+            if constexpr (S::kShiftSize == 1) {
+              zero_pair = from_float2<X>(static_cast<float>(shifts_of[0]) * -0x1p-13f,
+                                         static_cast<float>(shifts_of[1]) * -0x1p-13f);
             }
-            ptx::wgmma_fence();
+            float part_sums[kGroups][kTokens / 2], shift_sums[kTokens / 2];
+            uint32_t codes[kTiles * kSteps][4], shift_pieces[4];
+            if constexpr (S::kSums) {
 #pragma unroll
-            for (int of_tile = 0; of_tile < kSteps; ++of_tile) {
-              const int step = tile * kSteps + of_tile, group = step / kGroupSteps;
-              const uint64_t operand_x = operand + tile * tokens * (128 >> 4) + (of_tile * 32 >> 4);
-              if constexpr (C::kBf16) {
-                ptx::Wgmma<kTokens>::bf16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
-              } else {
-                ptx::Wgmma<kTokens>::f16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
+              for (int j = 0; j < 2; ++j) {
+                const uint32_t scale = __float_as_uint(to_floats<X>(scales_of[j]).x) & params.scale_mask;
+                const float product = to_floats<X>(shifts_of[j]).x * (params.of_shift - __uint_as_float(scale));
+                shift_pieces[j] = __float_as_uint(product) & kTf32Bits;
+                shift_pieces[j + 2] = __float_as_uint(product - __uint_as_float(shift_pieces[j]));
+              }
+              const uint64_t operand = sum_operands + stage * (kSumBytes >> 4);
+              ptx::wgmma_fence();
+              ptx::wgmma_tf32(shift_sums, shift_pieces, operand, 0);
+              ptx::wgmma_tf32(shift_sums, shift_pieces, operand + (kSumBytes / 2 >> 4), 1);
+            }
+            const uint64_t operand = operands + stage * tokens * (kTiles * 128 >> 4);
+#pragma unroll
+            for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                uint32_t minus_zero[2], pair = zero_pair;
+                if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, 2 * tile + half, 4);
+                minus_zero[0] = S::kShiftSize == 0   ? C::minus_zero(bias_of(kBits))
+                                : S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x1010)
+                                                     : 0;
+                minus_zero[1] = S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x3232) : minus_zero[0];
+                const uint4& w = stage_words[tile];
+                convert_half<X, kBits>(half == 0 ? w.x : w.z, half == 0 ? w.y : w.w, minus_zero[0], minus_zero[1],
+                                       codes + tile * kSteps + half * kSteps / 2);
+              }
+              ptx::wgmma_fence();
+#pragma unroll
+              for (int of_tile = 0; of_tile < kSteps; ++of_tile) {
+                const int step = tile * kSteps + of_tile, group = step / kGroupSteps;
+                const uint64_t operand_x = operand + tile * tokens * (128 >> 4) + (of_tile * 32 >> 4);
+                if constexpr (C::kBf16) {
+                  ptx::Wgmma<kTokens>::bf16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
+                } else {
+                  ptx::Wgmma<kTokens>::f16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
+                }
+              }
+              ptx::wgmma_commit();
+            }
+            const uint32_t scale_pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
+            float2 scale[kGroups];
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+              scale[group] = to_floats<X>(
+                  kGroups > 1 ? __shfl_sync(0xffffffffu, scale_pair, group * kStageBlocks / kGroups, 4) : scale_pair);
+            }
+            ptx::wgmma_wait<0>();
+#pragma unroll
+            for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+              for (int j = 0; j < kTokens / 2; ++j) {
+                acc[j] = fmaf(j < 2 ? scale[group].x : scale[group].y, part_sums[group][j], acc[j]);
               }
             }
-            ptx::wgmma_commit();
-          }
-          const uint32_t scale_pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
-          float2 scale[kGroups];
+            if constexpr (S::kSums) {
 #pragma unroll
-          for (int group = 0; group < kGroups; ++group) {
-            scale[group] = to_floats<X>(
-                kGroups > 1 ? __shfl_sync(0xffffffffu, scale_pair, group * kStageBlocks / kGroups, 4) : scale_pair);
-          }
-          ptx::wgmma_wait<0>();
-#pragma unroll
-          for (int group = 0; group < kGroups; ++group) {
-#pragma unroll
-            for (int j = 0; j < kTokens / 2; ++j) {
-              acc[j] = fmaf(j < 2 ? scale[group].x : scale[group].y, part_sums[group][j], acc[j]);
+              for (int j = 0; j < kTokens / 2; ++j) acc[j] += shift_sums[j];
             }
-          }
-          if constexpr (S::kSums) {
-#pragma unroll
-            for (int j = 0; j < kTokens / 2; ++j) acc[j] += shift_sums[j];
           }
         }
       }
+
+      // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of a strip of
+      // eight tokens lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1.
+      const int atom = pass_atom + warp % 4, of_batch = atom - batch_atom;
+      const float4 sums_of = {acc[0] * C::kUnscale, acc[1] * C::kUnscale, acc[2] * C::kUnscale, acc[3] * C::kUnscale};
+      uint8_t* const to =
+          strips + ((rank * kWarpgroups + warpgroup) * most_mine + (of_batch >> params.log2_cluster)) * kStripBytes +
+          lane * 16;
+      if (cluster > 1) {
+        if (atom < atoms) ptx::store_async_at_rank(to, sums_of, received, of_batch & (cluster - 1));
+      } else if (atom < atoms) {
+        *reinterpret_cast<float4*>(to) = sums_of;
+      }
     }
 
-    // Sums of the warpgroups in order, then of the CTAs of the cluster in order.
-    if (pass_atom > first_atom) __syncthreads();  // those before are read
-    const int row = warp % 4 * kAtomN + g;
-#pragma unroll
-    for (int j = 0; j < kTokens / 2; ++j) {
-      partial[(warpgroup * kTokens + 2 * t + j % 2) * kSumStride + row + j / 2 * 8] = acc[j] * C::kUnscale;
+    // Of the warpgroups in order, then of the CTAs in order.
+    if (cluster > 1) {
+      ptx::barrier_wait(received, phase);
+    } else {
+      __syncthreads();
     }
-    __syncthreads();
-    const int rows = min(kTileN, (end_atom - pass_atom) * kAtomN);
-    for (int i = threadIdx.x; i < tokens * kTileN; i += kThreads) {
-      const int token = i / kTileN, of_pass = i % kTileN;
-      if (of_pass >= rows) continue;
-      float sum = 0.f;
+    const int mine = mine_of(end_atom - batch_atom);
+#pragma unroll 1
+    for (int strip = warp; strip < mine; strip += kThreads / 32) {
+      const uint8_t* at = strips + strip * kStripBytes + lane * 16;
+      float sum[4] = {};
+#pragma unroll 1
+      for (int other = 0; other < cluster; ++other) {
+        float of_rank[4] = {};
 #pragma unroll
-      for (int other = 0; other < kWarpgroups; ++other) {
-        sum += partial[(other * kTokens + token) * kSumStride + of_pass];
+        for (int other_warpgroup = 0; other_warpgroup < kWarpgroups; ++other_warpgroup) {
+          const float4 v = *reinterpret_cast<const float4*>(at);
+          of_rank[0] += v.x, of_rank[1] += v.y, of_rank[2] += v.z, of_rank[3] += v.w;
+          at += most_mine * kStripBytes;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] += of_rank[j];
       }
-      if (params.cluster == 1) {
-        finish_sum<S::kSums>(args, batch, token, static_cast<int64_t>(pass_atom) * kAtomN + of_pass, sum);
+      const int atom_n = (first_atom + batch_atom + (strip << params.log2_cluster) + rank) * kAtomN;
+      bool plain = params.plain_results;
+      if (S::kSums) plain = plain && __all_sync(0xffffffffu, isfinite(sum[0] + sum[1] + sum[2] + sum[3]));
+      if (plain) {
+        // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what
+        // those of odd g have of the even one.
+        const bool odd = g % 2 == 1;
+        const int token = 2 * t + odd, n = atom_n + (g & ~1);
+        X* const y = static_cast<X*>(params.y) + (batch * args.m + token) * params.outputs + n;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float mine_of_pair = odd ? sum[2 * half + 1] : sum[2 * half];
+          const float theirs = __shfl_xor_sync(0xffffffffu, odd ? sum[2 * half] : sum[2 * half + 1], 4);
+          const uint32_t pair = odd ? from_float2<X>(theirs, mine_of_pair) : from_float2<X>(mine_of_pair, theirs);
+          if (token < tokens && n + 8 * half < params.outputs) reinterpret_cast<uint32_t*>(y)[4 * half] = pair;
+        }
       } else {
-        total[token * part_rows + (pass_atom - first_atom) * kAtomN + of_pass] = sum;
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) {
+          const int token = 2 * t + j % 2, n = atom_n + g + j / 2 * 8;
+          if (token >= tokens || n >= params.outputs) continue;
+          float of_one = j < 2 ? j == 0 ? sum[0] : sum[1] : j == 2 ? sum[2] : sum[3];
+          // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
+          // weight times it is.
+          if (S::kSums && !isfinite(of_one)) of_one = exact_sum(args, batch, token, n, 0, args.k);
+          finish(args, batch, token, n, of_one);
+        }
       }
     }
-  }
-  if (params.cluster > 1) {
-    __syncthreads();
-    ptx::cluster_share();
-    const int rows = (end_atom - first_atom) * kAtomN;
-    for (int i = rank * kThreads + threadIdx.x; i < tokens * rows; i += params.cluster * kThreads) {
-      const int token = i / rows, row = i % rows;
-      float sum = 0.f;
-      for (int other = 0; other < params.cluster; ++other) {
-        sum += ptx::load_shared_of_rank(total + token * part_rows + row, other);
-      }
-      finish_sum<S::kSums>(args, batch, token, static_cast<int64_t>(first_atom) * kAtomN + row, sum);
+    if (end_atom >= atoms) break;
+    // The room of these sums is that of the next.
+    if (cluster > 1) {
+      const int bytes = cluster * mine_of(min(batch_atoms, atoms - end_atom)) * (kWarpgroups * kStripBytes);
+      if (threadIdx.x == 0) ptx::barrier_expect(received, bytes);
+      __syncwarp();
+      ptx::cluster_meet();
+    } else {
+      __syncthreads();
     }
-    ptx::cluster_leave();
   }
 #else
   __trap();
@@ -370,15 +426,22 @@ template <typename X>
 cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
   Params params{};
   params.args = args;
-  params.layout = layout(args, config);
-  params.cluster = config.cluster;
+  params.qw = args.qw;
+  params.scales = static_cast<const uint8_t*>(args.scales);
+  params.layout = layout(args, config, shared_bytes);
+  while (1 << params.log2_cluster < config.cluster) ++params.log2_cluster;
+  params.y = args.y;
+  params.plain_results =
+      !args.has_bias && args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 2 == 0;
+  params.outputs = static_cast<int>(args.n);
+  params.k_tiles = static_cast<int>(args.k) / tile_k(kBits);
   params.log2_group_blocks = log2_group_blocks(args);
   if (params.log2_group_blocks < 0) params.log2_group_blocks = kNoGroups;
-  params.step_scales = (kWarpgroups * kStageBlocks >> params.log2_group_blocks) * static_cast<int>(args.n);
+  params.step_scales = (kWarpgroups * kStageBlocks >> params.log2_group_blocks) * params.outputs;
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
   params.scale_mask = offsets ? 0 : 0xffffffffu;
   params.of_shift = offsets ? 1.f : 0.f;
-  if (params.layout.bytes > shared_bytes) return cudaErrorInvalidConfiguration;
+  if (params.layout.passes == 0 || 1 << params.log2_cluster != config.cluster) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
   const cudaError_t error = describe_chunks(args, static_cast<int>(args.m), kTiles << params.layout.log2_piece, &map);
   if (error != cudaSuccess) return error;

@@ -15,7 +15,7 @@ constexpr int kBarrierBytes = 1024;  // a barrier for each piece; those are alig
 constexpr int kChunkBytes = kMaxTokens * 128;                 // activations of 64 inputs, as wgmma reads them
 constexpr int kStageBytes = kStageInputs / 64 * kChunkBytes;  // of a stage
 constexpr int kSumBytes = 256;                                // sums of a stage's activations, two numbers each
-constexpr int kSumStride = kTileN + 4;                        // so that a warp's sums lie in different banks
+constexpr int kStripBytes = 32 * 16;                          // of a warp: eight tokens of a strip of outputs
 
 struct Config {
   int cluster;  // CTAs along the inputs
@@ -28,10 +28,11 @@ struct Layout {
   int stages_each;             // that a CTA of a cluster takes, the last one fewer
   int pieces, log2_piece;      // of the activations; stages of one
   int sums_at;                 // of the activations of each stage
-  int partial_at, total_at;    // sums of the warpgroups, and those of all tokens for the others of a cluster
-  int64_t bytes;
+  int strips_at;               // sums of a strip of outputs, of every warpgroup of every CTA of the cluster
+  int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
+  int bytes;
 };
-Layout layout(const MatmulArgs& args, const Config& config);
+Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes);
 
 // What a product is expected to take, in microseconds.
 struct Costs {
