@@ -26,10 +26,13 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.log2_piece = 2;
   while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
   layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
-  layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * kStageBytes;
+  // Activations, as many as wgmma reads, and sums of a strip.
+  const int tokens = args.m > 8 ? 16 : 8;
+  const int stage_bytes = tokens * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
+  layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * stage_bytes;
   layout.strips_at = layout.sums_at + (adds_activations(args) ? layout.stages_each * kSumBytes : 0);
   // A pass has a strip for each warp of a warpgroup, shared out among the cluster.
-  const int pass_bytes = std::max(kPassAtoms, config.cluster) * kWarpgroups * kStripBytes;
+  const int pass_bytes = std::max(kPassAtoms, config.cluster) * kWarpgroups * strip_bytes;
   const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), kPassAtoms));
   layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
   layout.bytes = layout.strips_at + layout.passes * pass_bytes;
@@ -40,8 +43,8 @@ bool supports(const MatmulArgs& args) {
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
   const bool shifts = args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 ||
                       (args.shift_mode != ShiftMode::kTable && args.shift_dtype == args.x_dtype);
-  return sixteen_bits && args.bits == 4 && args.m > 0 && args.m <= kMaxTokens && args.k > 0 && args.k % 64 == 0 &&
-         args.scale_dtype == args.x_dtype && shifts;
+  return sixteen_bits && args.bits == 4 && args.m > 0 && args.m <= (adds_activations(args) ? 8 : kMaxTokens) &&
+         args.k > 0 && args.k % 64 == 0 && args.scale_dtype == args.x_dtype && shifts;
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {

@@ -36,7 +36,6 @@ using warpgroup::Convert;
 using warpgroup::convert_half;
 using warpgroup::to_floats;
 
-constexpr int kTokens = kMaxTokens;
 constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
 constexpr int kThreads = kWarpgroups * 128;
 constexpr int kBits = 4;
@@ -68,11 +67,13 @@ struct Params {
 
 // kGroups: scales of a stage, at least as many as it has groups. kShiftSize: bytes of a zero or offset, 0 without;
 // zeros of one byte are taken off the codes, while two bytes multiply the sums of activations.
-template <typename X_, int kGroups_, int kShiftSize_>
+template <typename X_, int kTokens_, int kGroups_, int kShiftSize_>
 struct Shape {
   using X = X_;
-  static constexpr int kGroups = kGroups_, kShiftSize = kShiftSize_;
+  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kShiftSize = kShiftSize_;
+  static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
   static constexpr bool kSums = kShiftSize == 2;
+  static_assert(!kSums || kTokens == 8);
 };
 
 // Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of wgmma: eight tokens by
@@ -105,7 +106,7 @@ __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row,
   for (int i = 0; i < 2; ++i) {
     const float sum = mine[i] * 0x1p-13f;
     const float first = ptx::to_tf32(sum), second = ptx::to_tf32(sum - first);
-    reinterpret_cast<float*>(to)[(g / 4 * kTokens + 2 * t + i) * kStageBlocks + g % 4] = g < 4 ? first : second;
+    reinterpret_cast<float*>(to)[(g / 4 * 8 + 2 * t + i) * kStageBlocks + g % 4] = g < 4 ? first : second;
   }
 }
 
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
   using C = Convert<X>;
-  constexpr int kGroups = S::kGroups, kGroupSteps = kTiles * kSteps / kGroups;
+  constexpr int kTokens = S::kTokens, kGroups = S::kGroups, kGroupSteps = kTiles * kSteps / kGroups;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kTiles, x_batch,
                           arrived + i);
     }
-    ptx::barrier_expect(received, cluster * mine_of(batch_atoms) * (kWarpgroups * kStripBytes));
+    ptx::barrier_expect(received, cluster * mine_of(batch_atoms) * (kWarpgroups * S::kStripBytes));
   }
   __syncthreads();
   if (cluster > 1) ptx::cluster_meet();  // all have begun, so that they can be sent sums
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               zero_pair = from_float2<X>(static_cast<float>(shifts_of[0]) * -0x1p-13f,
                                          static_cast<float>(shifts_of[1]) * -0x1p-13f);
             }
-            float part_sums[kGroups][kTokens / 2], shift_sums[kTokens / 2];
+            float part_sums[kGroups][kTokens / 2], shift_sums[4];
             uint32_t codes[kTiles * kSteps][4], shift_pieces[4];
             if constexpr (S::kSums) {
 #pragma unroll
@@ -329,28 +330,33 @@ __global__ void __launch_bounds__(kThreads, 1)
             for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
               for (int j = 0; j < kTokens / 2; ++j) {
-                acc[j] = fmaf(j < 2 ? scale[group].x : scale[group].y, part_sums[group][j], acc[j]);
+                acc[j] = fmaf(j % 4 < 2 ? scale[group].x : scale[group].y, part_sums[group][j], acc[j]);
               }
             }
             if constexpr (S::kSums) {
 #pragma unroll
-              for (int j = 0; j < kTokens / 2; ++j) acc[j] += shift_sums[j];
+              for (int j = 0; j < 4; ++j) acc[j] += shift_sums[j];
             }
           }
         }
       }
 
-      // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of a strip of
-      // eight tokens lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1.
+      // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of eight tokens
+      // lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1.
       const int atom = pass_atom + warp % 4, of_batch = atom - batch_atom;
-      const float4 sums_of = {acc[0] * C::kUnscale, acc[1] * C::kUnscale, acc[2] * C::kUnscale, acc[3] * C::kUnscale};
-      uint8_t* const to =
-          strips + ((rank * kWarpgroups + warpgroup) * most_mine + (of_batch >> params.log2_cluster)) * kStripBytes +
-          lane * 16;
-      if (cluster > 1) {
-        if (atom < atoms) ptx::store_async_at_rank(to, sums_of, received, of_batch & (cluster - 1));
-      } else if (atom < atoms) {
-        *reinterpret_cast<float4*>(to) = sums_of;
+      const int at_strip = (rank * kWarpgroups + warpgroup) * most_mine + (of_batch >> params.log2_cluster);
+#pragma unroll
+      for (int block = 0; block < kTokens / 8; ++block) {
+        const float* const of_block = acc + 4 * block;
+        const float4 sums_of = {of_block[0] * C::kUnscale, of_block[1] * C::kUnscale, of_block[2] * C::kUnscale,
+                                of_block[3] * C::kUnscale};
+        uint8_t* const to = strips + at_strip * S::kStripBytes + (block * 32 + lane) * 16;
+        if (atom >= atoms) continue;
+        if (cluster > 1) {
+          ptx::store_async_at_rank(to, sums_of, received, of_batch & (cluster - 1));
+        } else {
+          *reinterpret_cast<float4*>(to) = sums_of;
+        }
       }
     }
 
@@ -362,8 +368,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const int mine = mine_of(end_atom - batch_atom);
 #pragma unroll 1
-    for (int strip = warp; strip < mine; strip += kThreads / 32) {
-      const uint8_t* at = strips + strip * kStripBytes + lane * 16;
+    for (int i = warp; i < mine * (kTokens / 8); i += kThreads / 32) {
+      const int strip = i / (kTokens / 8), first_token = i % (kTokens / 8) * 8;
+      const uint8_t* at = strips + i * 512 + lane * 16;
       float sum[4] = {};
 #pragma unroll 1
       for (int other = 0; other < cluster; ++other) {
@@ -372,7 +379,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int other_warpgroup = 0; other_warpgroup < kWarpgroups; ++other_warpgroup) {
           const float4 v = *reinterpret_cast<const float4*>(at);
           of_rank[0] += v.x, of_rank[1] += v.y, of_rank[2] += v.z, of_rank[3] += v.w;
-          at += most_mine * kStripBytes;
+          at += most_mine * S::kStripBytes;
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += of_rank[j];
@@ -384,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what
         // those of odd g have of the even one.
         const bool odd = g % 2 == 1;
-        const int token = 2 * t + odd, n = atom_n + (g & ~1);
+        const int token = first_token + 2 * t + odd, n = atom_n + (g & ~1);
         X* const y = static_cast<X*>(params.y) + (batch * args.m + token) * params.outputs + n;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -396,7 +403,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       } else {
 #pragma unroll 1
         for (int j = 0; j < 4; ++j) {
-          const int token = 2 * t + j % 2, n = atom_n + g + j / 2 * 8;
+          const int token = first_token + 2 * t + j % 2, n = atom_n + g + j / 2 * 8;
           if (token >= tokens || n >= params.outputs) continue;
           float of_one = j < 2 ? j == 0 ? sum[0] : sum[1] : j == 2 ? sum[2] : sum[3];
           // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
@@ -409,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (end_atom >= atoms) break;
     // The room of these sums is that of the next.
     if (cluster > 1) {
-      const int bytes = cluster * mine_of(min(batch_atoms, atoms - end_atom)) * (kWarpgroups * kStripBytes);
+      const int bytes = cluster * mine_of(min(batch_atoms, atoms - end_atom)) * (kWarpgroups * S::kStripBytes);
       if (threadIdx.x == 0) ptx::barrier_expect(received, bytes);
       __syncwarp();
       ptx::cluster_meet();
@@ -451,7 +458,12 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   shape.cluster = config.cluster;
   shape.shared_bytes = static_cast<int>(params.layout.bytes);
   const auto launch = [&](auto groups, auto shift_size) {
-    return launch_kernel(resident_matmul<Shape<X, groups.value, shift_size.value>>, shape, stream, params, map);
+    constexpr int kGroups = groups.value, kShiftSize = shift_size.value;
+    if constexpr (kShiftSize < 2) {
+      if (args.m > 8)
+        return launch_kernel(resident_matmul<Shape<X, 16, kGroups, kShiftSize>>, shape, stream, params, map);
+    }
+    return launch_kernel(resident_matmul<Shape<X, 8, kGroups, kShiftSize>>, shape, stream, params, map);
   };
   constexpr std::integral_constant<int, 0> none;
   constexpr std::integral_constant<int, 1> one;

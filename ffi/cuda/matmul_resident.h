@@ -6,16 +6,13 @@
 
 namespace wonly::resident {
 
-constexpr int kMaxTokens = 8;
+constexpr int kMaxTokens = 16;  // with float zeros or offsets 8
 constexpr int kStageInputs = 128;
 constexpr int kWarpgroups = 4;       // share a CTA's stages
 constexpr int kPassAtoms = 4;        // strips of 16 outputs at a time
 constexpr int kAhead = 2;            // stages that a warp asks for at once; twice as many are a turn of its loop
 constexpr int kBarrierBytes = 1024;  // a barrier for each piece; those are aligned for the swizzle
-constexpr int kChunkBytes = kMaxTokens * 128;                 // activations of 64 inputs, as wgmma reads them
-constexpr int kStageBytes = kStageInputs / 64 * kChunkBytes;  // of a stage
-constexpr int kSumBytes = 256;                                // sums of a stage's activations, two numbers each
-constexpr int kStripBytes = 32 * 16;                          // of a warp: eight tokens of a strip of outputs
+constexpr int kSumBytes = 256;       // sums of a stage's activations, two numbers each
 
 struct Config {
   int cluster;  // CTAs along the inputs
