@@ -23,7 +23,7 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.atoms_each = static_cast<int>(atoms / config.parts);
   layout.atoms_over = static_cast<int>(atoms % config.parts);
   layout.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
-  layout.log2_piece = 2;
+  layout.log2_piece = 3;
   while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
   layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
   // Activations, as many as wgmma reads, and sums of a strip.

@@ -41,8 +41,11 @@ constexpr int kThreads = kWarpgroups * 128;
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
 constexpr int kSteps = tile_k(kBits) / 16;            // products of a tile
+constexpr int kStageUnits = kTiles * 128 >> 4;        // activations of a token, in the 16 bytes of descriptors
 constexpr int kStepTiles = kWarpgroups * kTiles;      // from a stage of a warpgroup to its next
 constexpr int kTurn = 2 * kAhead;
+constexpr int kLog2BlockStages = 3;  // of all warpgroups: a piece of the activations has as many or more
+static_assert(1 << kLog2BlockStages == kAhead * kWarpgroups);
 constexpr uint32_t kTf32Bits = 0xffffe000u;  // of a float32
 constexpr int kStageBlocks = kStageInputs / 32;
 constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks of 32
@@ -242,8 +245,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   const int tiles = cta_tiles - warpgroup * kTiles;
-  const uint64_t operands = ptx::wgmma_descriptor(x);
+  // Exchanged, so that the compiler does not make them again for every product.
+  const uint64_t descriptor = ptx::wgmma_descriptor(x) + warpgroup * tokens * kStageUnits;
+  const uint64_t operands = uint64_t{__shfl_sync(0xffffffffu, static_cast<uint32_t>(descriptor >> 32), 0)} << 32 |
+                            __shfl_sync(0xffffffffu, static_cast<uint32_t>(descriptor), 0);
   const uint64_t sum_operands = ptx::wgmma_descriptor_unswizzled(sums, 0, kSumBytes / 2);
+  const uint64_t stage_step = kWarpgroups * tokens * kStageUnits;
   const int most_mine = (batch_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
   uint8_t* const strips = shared + layout.strips_at;
 #pragma unroll 1
@@ -252,21 +259,20 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
     for (int pass_atom = batch_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
       float acc[kTokens / 2] = {};
-      int piece = -1;  // the last that was waited for
+      uint64_t operand = operands;
+      int left = tiles, block = 0;
 #pragma unroll 1
       for (int turn = 0; turn < turns; ++turn) {
 #pragma unroll
         for (int i = 0; i < kTurn; ++i) {
-          const int buffer = i / kAhead, slot = i % kAhead, index = turn * kTurn + i;
+          const int buffer = i / kAhead, slot = i % kAhead;
           const uint4(&stage_words)[kTiles] = words[buffer][slot];
           // Loads are counted together, so whoever waits for some waits for all that were asked for before. The next
           // ones therefore go out when these have come, which a condition that depends on them makes sure of.
           if (slot == 0) fetch_blocks(std::false_type{}, 1 - buffer, stage_words[0].x & params.none);
-          if (index * kStepTiles < tiles) {
-            const int stage = warpgroup + index * kWarpgroups;
-            if (!S::kSums && pass_atom == 0 && stage >> layout.log2_piece != piece) {
-              piece = stage >> layout.log2_piece;
-              ptx::barrier_wait(arrived + piece, 0);
+          if (i * kStepTiles < left) {
+            if (!S::kSums && slot == 0 && pass_atom == 0) {
+              ptx::barrier_wait(arrived + (block << kLog2BlockStages >> layout.log2_piece), 0);
             }
             // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
             const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
@@ -278,6 +284,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             float part_sums[kGroups][kTokens / 2], shift_sums[4];
             uint32_t codes[kTiles * kSteps][4], shift_pieces[4];
             if constexpr (S::kSums) {
+              const int stage = warpgroup + (turn * kTurn + i) * kWarpgroups;
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
                 const uint32_t scale = __float_as_uint(to_floats<X>(scales_of[j]).x) & params.scale_mask;
@@ -285,12 +292,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                 shift_pieces[j] = __float_as_uint(product) & kTf32Bits;
                 shift_pieces[j + 2] = __float_as_uint(product - __uint_as_float(shift_pieces[j]));
               }
-              const uint64_t operand = sum_operands + stage * (kSumBytes >> 4);
+              const uint64_t of_sums = sum_operands + stage * (kSumBytes >> 4);
               ptx::wgmma_fence();
-              ptx::wgmma_tf32(shift_sums, shift_pieces, operand, 0);
-              ptx::wgmma_tf32(shift_sums, shift_pieces, operand + (kSumBytes / 2 >> 4), 1);
+              ptx::wgmma_tf32(shift_sums, shift_pieces, of_sums, 0);
+              ptx::wgmma_tf32(shift_sums, shift_pieces, of_sums + (kSumBytes / 2 >> 4), 1);
             }
-            const uint64_t operand = operands + stage * tokens * (kTiles * 128 >> 4);
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
@@ -338,7 +344,10 @@ __global__ void __launch_bounds__(kThreads, 1)
               for (int j = 0; j < 4; ++j) acc[j] += shift_sums[j];
             }
           }
+          operand += stage_step;
+          if (slot == kAhead - 1) ++block;
         }
+        left -= kTurn * kStepTiles;
       }
 
       // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of eight tokens
