@@ -395,7 +395,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       const int atom_n = (first_atom + batch_atom + (strip << params.log2_cluster) + rank) * kAtomN;
       bool plain = params.plain_results;
-      if (S::kSums) plain = plain && __all_sync(0xffffffffu, isfinite(sum[0] + sum[1] + sum[2] + sum[3]));
+      if (S::kSums) {
+        const float of_tokens = (2 * t < tokens ? sum[0] + sum[2] : 0.f) + (2 * t + 1 < tokens ? sum[1] + sum[3] : 0.f);
+        plain = plain && __all_sync(0xffffffffu, isfinite(of_tokens));
+      }
       if (plain) {
         // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what
         // those of odd g have of the even one.
