@@ -125,6 +125,7 @@ class Resident(NamedTuple):
     groups: float
     sums: float
     adding: float
+    wide: float
     clusters: tuple[Cluster, ...]
 
 
@@ -266,26 +267,25 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _resident_bytes(n: int, stages: int, parts: int, cluster: int, sums: bool) -> int:
-    """Shared memory of a CTA: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
-    piece = 4
+def _resident_bytes(m: int, stages: int, cluster: int, sums: bool) -> int:
+    """Shared memory that a CTA has to have: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
+    piece, tokens = 8, 16 if m > 8 else 8
     while 8 * piece < stages:
         piece *= 2
-    part_rows = _ceil(_ceil(n, 16), parts) * 16
-    activations = _ceil(stages, piece) * piece * 2048 + (stages * 256 if sums else 0)
-    return 1024 + activations + 4 * 8 * 68 * 4 + (8 * part_rows * 4 if cluster > 1 else 0)
+    activations = _ceil(stages, piece) * piece * tokens * 256 + (stages * 256 if sums else 0)
+    return 1024 + activations + max(4, cluster) * 4 * tokens * 64
 
 
 def resident_times(
-    k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: Resident
+    m: int, k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: Resident
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Of every configuration, (cluster, parts)."""
     atoms = _ceil(n, 16)
-    stage = costs.stages + costs.groups * (scheme.ends > 1) + costs.sums * scheme.floats
+    stage = costs.stages + costs.groups * (scheme.ends > 1) + costs.sums * scheme.floats + costs.wide * (m > 8)
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
         stages = _ceil(_ceil(k, 128), cluster.ctas)
-        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas, scheme.floats) > _SHARED_BYTES:
+        if parts == 0 or _resident_bytes(m, stages, cluster.ctas, scheme.floats) > _SHARED_BYTES:
             continue
         part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
         passes = _ceil(part_atoms, 4)

@@ -115,7 +115,8 @@ def _decode_kernel(
 
 def _resident_kernel(m: int, k: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
-    if not has_warpgroups() or not 0 < m <= _RESIDENT.tokens or jnp.dtype(x_dtype).itemsize != 2:
+    floats = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
+    if not has_warpgroups() or not 0 < m <= _RESIDENT.tokens // (1 + floats) or jnp.dtype(x_dtype).itemsize != 2:
         return False
     shifts = shift_mode == ShiftMode.NONE or (shift_mode != ShiftMode.TABLE and shift_dtype in (jnp.uint8, x_dtype))
     return bits == 4 and k % 64 == 0 and scale_dtype == x_dtype and shifts
@@ -170,8 +171,8 @@ def _warpgroup(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -
     return _least(_cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], _WARPGROUPS))
 
 
-def _resident(k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
-    times = _cuda_costs.resident_times(k, n, batch, scheme, _gpu()[1], _RESIDENT)
+def _resident(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
+    times = _cuda_costs.resident_times(m, k, n, batch, scheme, _gpu()[1], _RESIDENT)
     return min((us for _, us in times), default=math.inf)
 
 
@@ -236,7 +237,7 @@ def kernel(
         other = _warpgroup(m, k, n, batch, scheme)
     elif not streamed:
         other = _stream(m, batch * n * k * bits / 8, False)
-    if resident and _resident(k, n, batch, scheme) < other:
+    if resident and _resident(m, k, n, batch, scheme) < other:
         return "matmul_resident"
     if not streamed:
         least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS

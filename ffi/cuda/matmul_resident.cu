@@ -55,6 +55,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
   float stage = costs.stages;
   if (small_groups) stage += costs.groups;
   if (sums) stage += costs.sums;
+  if (args.m > 8) stage += costs.wide;
   float least = 0.f;
   for (const warpgroup::ClusterCost& cluster : costs::kResidentClusters) {
     const int64_t clusters = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share) / cluster.ctas;

@@ -1,15 +1,20 @@
-// The product for up to 8 tokens on Hopper: wgmma with the weights as register operand, loaded from global memory to
-// the registers that they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
+// The product for up to 16 tokens on Hopper: mma.sync with the weights loaded from global memory to the registers that
+// they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
 //
-// A CTA owns a run of outputs and walks over them 64 at a time. Its warpgroups split the inputs by stages of 128; a
-// lane loads its words, some stages at once, into one of two sets of registers, and the next into the other as soon as
-// these have come. The tensor copy engine brings the activations in pieces, so that the first products wait only for
-// the first piece; from then on no warp waits for another before the sums are added. Codes become (code - zero) * 2^-13
-// exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of groups of 32 each lane
-// of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply the sums of the
-// activations of 32 inputs, which mma.sync makes before the first products: one more product of tf32 numbers, two of
-// which are what multiplies them and two a sum, exactly but for the last bit. Partial sums are added in a fixed order,
-// and a token's result does not depend on the values or the number of others.
+// A CTA owns a run of outputs and walks over them 64 at a time. Its warpgroups split the inputs by stages of 128, and
+// the warps of one have a strip of 16 outputs each; a lane loads its words, some stages at once, into one of two sets
+// of registers, and the next into the other as soon as these have come. The tensor copy engine brings the activations
+// in pieces, so that the first products wait only for the first piece; no warp waits for another, so wgmma, which goes
+// at the pace of the last of four and takes as long for eight columns as for sixteen, would be slower. Codes become
+// (code - zero) * 2^-13 exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of
+// groups of 32 each lane of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply
+// the sums of the activations of 32 inputs, which are made before the first products: one more product of tf32 numbers,
+// two of which are what multiplies them and two a sum, exactly but for the last bit.
+//
+// Where a product is short, its beginning and its end are most of it. So the first loads stand before everything else,
+// and each warp sends its sums to the shared memory of the CTA that finishes their outputs, asynchronously and without
+// a barrier of the cluster. There they are added in a fixed order, and a token's result does not depend on the values
+// or the number of others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +32,6 @@
 #include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/tensor_map.h"
-#include "cuda/wgmma.cuh"
 #include "layout.h"
 
 namespace wonly::resident {
@@ -40,8 +44,6 @@ constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cl
 constexpr int kThreads = kWarpgroups * 128;
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
-constexpr int kSteps = tile_k(kBits) / 16;            // products of a tile
-constexpr int kStageUnits = kTiles * 128 >> 4;        // activations of a token, in the 16 bytes of descriptors
 constexpr int kStepTiles = kWarpgroups * kTiles;      // from a stage of a warpgroup to its next
 constexpr int kTurn = 2 * kAhead;
 constexpr int kLog2BlockStages = 3;  // of all warpgroups: a piece of the activations has as many or more
@@ -79,8 +81,8 @@ struct Shape {
   static_assert(!kSums || kTokens == 8);
 };
 
-// Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of wgmma: eight tokens by
-// four blocks in tf32, and after it what these numbers lack to float32.
+// Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of mma.sync: eight tokens
+// by four blocks in tf32, and after it what these numbers lack to float32.
 template <typename X>
 __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row, int tokens, int lane, uint8_t* to) {
   const X one = from_float<X>(1.f);
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
   using C = Convert<X>;
-  constexpr int kTokens = S::kTokens, kGroups = S::kGroups, kGroupSteps = kTiles * kSteps / kGroups;
+  constexpr int kTokens = S::kTokens, kGroups = S::kGroups;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
@@ -240,17 +242,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int stage = warp; stage * kTiles < cta_tiles; stage += kThreads / 32) {
       add_activations<X>(x, stage * kTiles * tokens, tokens, lane, sums + stage * kSumBytes);
     }
-    ptx::fence_shared_for_async();
     __syncthreads();
   }
 
   const int tiles = cta_tiles - warpgroup * kTiles;
-  // Exchanged, so that the compiler does not make them again for every product.
-  const uint64_t descriptor = ptx::wgmma_descriptor(x) + warpgroup * tokens * kStageUnits;
-  const uint64_t operands = uint64_t{__shfl_sync(0xffffffffu, static_cast<uint32_t>(descriptor >> 32), 0)} << 32 |
-                            __shfl_sync(0xffffffffu, static_cast<uint32_t>(descriptor), 0);
-  const uint64_t sum_operands = ptx::wgmma_descriptor_unswizzled(sums, 0, kSumBytes / 2);
-  const uint64_t stage_step = kWarpgroups * tokens * kStageUnits;
+  // Where this lane's rows of activations for ldmatrix are: of a warpgroup's first stage, and its next stages a
+  // multiple of eight rows further, so that the swizzle is the same.
+  uint32_t of_tile[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int row = (warpgroup * kTiles + tile) * tokens + lane % 8;
+    of_tile[tile] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
+  }
+  const uint32_t stage_step = kStepTiles * tokens * 128;
   const int most_mine = (batch_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
   uint8_t* const strips = shared + layout.strips_at;
 #pragma unroll 1
@@ -259,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
     for (int pass_atom = batch_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
       float acc[kTokens / 2] = {};
-      uint64_t operand = operands;
+      uint32_t stage_at = 0;
       int left = tiles, block = 0;
 #pragma unroll 1
       for (int turn = 0; turn < turns; ++turn) {
@@ -281,62 +285,62 @@ __global__ void __launch_bounds__(kThreads, 1)
               zero_pair = from_float2<X>(static_cast<float>(shifts_of[0]) * -0x1p-13f,
                                          static_cast<float>(shifts_of[1]) * -0x1p-13f);
             }
-            float part_sums[kGroups][kTokens / 2], shift_sums[4];
-            uint32_t codes[kTiles * kSteps][4], shift_pieces[4];
+            // Products of one chain wait for each other.
+            constexpr int kChains = kGroups > 1 ? kGroups : kTokens == 8 ? 2 : 1;
+            constexpr int kChainBlocks = kStageBlocks / kChains;
+            float part_sums[kChains][kTokens / 2] = {}, shift_sums[4] = {};
             if constexpr (S::kSums) {
               const int stage = warpgroup + (turn * kTurn + i) * kWarpgroups;
+              uint32_t pieces_of[4];
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
                 const uint32_t scale = __float_as_uint(to_floats<X>(scales_of[j]).x) & params.scale_mask;
                 const float product = to_floats<X>(shifts_of[j]).x * (params.of_shift - __uint_as_float(scale));
-                shift_pieces[j] = __float_as_uint(product) & kTf32Bits;
-                shift_pieces[j + 2] = __float_as_uint(product - __uint_as_float(shift_pieces[j]));
+                pieces_of[j] = __float_as_uint(product) & kTf32Bits;
+                pieces_of[j + 2] = __float_as_uint(product - __uint_as_float(pieces_of[j]));
               }
-              const uint64_t of_sums = sum_operands + stage * (kSumBytes >> 4);
-              ptx::wgmma_fence();
-              ptx::wgmma_tf32(shift_sums, shift_pieces, of_sums, 0);
-              ptx::wgmma_tf32(shift_sums, shift_pieces, of_sums + (kSumBytes / 2 >> 4), 1);
+              const uint32_t of_sums = ptx::shared_address(sums + stage * kSumBytes + lane * 4);
+#pragma unroll
+              for (int j = 0; j < 2; ++j) {
+                const uint32_t sum = ptx::load_shared(of_sums + j * (kSumBytes / 2));
+                ptx::mma_tf32(shift_sums, pieces_of, sum, sum);
+              }
             }
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) {
+            for (int block = 0; block < kStageBlocks; ++block) {
+              uint32_t minus_zero[2], pair = zero_pair;
+              if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, block, 4);
+              minus_zero[0] = S::kShiftSize == 0   ? C::minus_zero(bias_of(kBits))
+                              : S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x1010)
+                                                   : 0;
+              minus_zero[1] = S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x3232) : minus_zero[0];
+              const uint4& w = stage_words[block / 2];
+              uint32_t codes[2][4];
+              convert_half<X, kBits>(block % 2 == 0 ? w.x : w.z, block % 2 == 0 ? w.y : w.w, minus_zero[0],
+                                     minus_zero[1], codes);
 #pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                uint32_t minus_zero[2], pair = zero_pair;
-                if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, 2 * tile + half, 4);
-                minus_zero[0] = S::kShiftSize == 0   ? C::minus_zero(bias_of(kBits))
-                                : S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x1010)
-                                                     : 0;
-                minus_zero[1] = S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x3232) : minus_zero[0];
-                const uint4& w = stage_words[tile];
-                convert_half<X, kBits>(half == 0 ? w.x : w.z, half == 0 ? w.y : w.w, minus_zero[0], minus_zero[1],
-                                       codes + tile * kSteps + half * kSteps / 2);
-              }
-              ptx::wgmma_fence();
+              for (int eight = 0; eight < kTokens / 8; ++eight) {
+                uint32_t inputs[4];
+                ptx::load_matrices(inputs, (of_tile[block / 2] ^ block % 2 * 64) + stage_at + eight * 1024);
+                float (&to)[4] = *reinterpret_cast<float (*)[4]>(part_sums[block / kChainBlocks] + 4 * eight);
 #pragma unroll
-              for (int of_tile = 0; of_tile < kSteps; ++of_tile) {
-                const int step = tile * kSteps + of_tile, group = step / kGroupSteps;
-                const uint64_t operand_x = operand + tile * tokens * (128 >> 4) + (of_tile * 32 >> 4);
-                if constexpr (C::kBf16) {
-                  ptx::Wgmma<kTokens>::bf16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
-                } else {
-                  ptx::Wgmma<kTokens>::f16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
+                for (int step = 0; step < 2; ++step) {
+                  if constexpr (C::kBf16) {
+                    ptx::mma_bf16(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
+                  } else {
+                    ptx::mma_f16(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
+                  }
                 }
               }
-              ptx::wgmma_commit();
             }
             const uint32_t scale_pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
-            float2 scale[kGroups];
 #pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
-              scale[group] = to_floats<X>(
-                  kGroups > 1 ? __shfl_sync(0xffffffffu, scale_pair, group * kStageBlocks / kGroups, 4) : scale_pair);
-            }
-            ptx::wgmma_wait<0>();
-#pragma unroll
-            for (int group = 0; group < kGroups; ++group) {
+            for (int chain = 0; chain < kChains; ++chain) {
+              const float2 scale = to_floats<X>(
+                  kGroups > 1 ? __shfl_sync(0xffffffffu, scale_pair, chain * kChainBlocks, 4) : scale_pair);
 #pragma unroll
               for (int j = 0; j < kTokens / 2; ++j) {
-                acc[j] = fmaf(j % 4 < 2 ? scale[group].x : scale[group].y, part_sums[group][j], acc[j]);
+                acc[j] = fmaf(j % 4 < 2 ? scale.x : scale.y, part_sums[chain][j], acc[j]);
               }
             }
             if constexpr (S::kSums) {
@@ -344,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               for (int j = 0; j < 4; ++j) acc[j] += shift_sums[j];
             }
           }
-          operand += stage_step;
+          stage_at += stage_step;
           if (slot == kAhead - 1) ++block;
         }
         left -= kTurn * kStepTiles;

@@ -41,6 +41,7 @@ struct Costs {
   float groups;  // of a stage, more with groups of 32 and 64
   float sums;    // of a stage, more with float zeros or offsets
   float adding;  // of the start, for the sums of activations then
+  float wide;    // of a stage, more from nine tokens on
 };
 
 // Whether this kernel computes `args`: int4 with scales of the activations' 16-bit type, zeros or offsets of that type,

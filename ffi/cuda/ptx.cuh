@@ -191,6 +191,18 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
 #endif
 }
 
+// The same of an a of 16 x 8 numbers in tf32: lane 4g + t holds rows g, g + 8 of its columns t and t + 4.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  __trap();
+#endif
+}
+
 // Transposes an 8 x 8 matrix of 16-bit numbers over a warp: lane 4g + t holds row g, columns 2t and 2t + 1, before and
 // after. The packed format has pairs along the inputs, a product over the outputs wants them along those.
 __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
