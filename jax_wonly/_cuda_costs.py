@@ -267,13 +267,14 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _resident_bytes(m: int, stages: int, cluster: int, sums: bool) -> int:
+def _resident_bytes(m: int, stages: int, passes: int, cluster: int, sums: bool) -> int:
     """Shared memory that a CTA has to have: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
     piece, tokens = 8, 16 if m > 8 else 8
     while 8 * piece < stages:
         piece *= 2
     activations = _ceil(stages, piece) * piece * tokens * 256 + (stages * 256 if sums else 0)
-    return 1024 + activations + max(4, cluster) * 4 * tokens * 64
+    of_pass = max(4, cluster) * 4 * tokens * 64
+    return 1024 + (max(activations, of_pass) if passes == 1 else activations + of_pass)
 
 
 def resident_times(
@@ -285,10 +286,12 @@ def resident_times(
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
         stages = _ceil(_ceil(k, 128), cluster.ctas)
-        if parts == 0 or _resident_bytes(m, stages, cluster.ctas, scheme.floats) > _SHARED_BYTES:
+        if parts == 0:
             continue
         part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
         passes = _ceil(part_atoms, 4)
+        if _resident_bytes(m, stages, passes, cluster.ctas, scheme.floats) > _SHARED_BYTES:
+            continue
         us = costs.start + costs.adding * scheme.floats + cluster.start
         us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
         yield (cluster.ctas, parts), us + costs.words * part_atoms * stages / 16

@@ -36,6 +36,12 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), kPassAtoms));
   layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
   layout.bytes = layout.strips_at + layout.passes * pass_bytes;
+  if (layout.passes == 0 && passes == 1 && std::max(layout.strips_at, kBarrierBytes + pass_bytes) <= shared_bytes) {
+    layout.bytes = std::max(layout.strips_at, kBarrierBytes + pass_bytes);
+    layout.strips_at = kBarrierBytes;
+    layout.passes = 1;
+    layout.over_activations = true;
+  }
   return layout;
 }
 

@@ -354,6 +354,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         left -= kTurn * kStepTiles;
       }
 
+      if (layout.over_activations) {  // which all are done with
+        if (cluster > 1) {
+          ptx::cluster_meet();
+        } else {
+          __syncthreads();
+        }
+      }
       // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of eight tokens
       // lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1.
       const int atom = pass_atom + warp % 4, of_batch = atom - batch_atom;

@@ -27,6 +27,7 @@ struct Layout {
   int sums_at;                 // of the activations of each stage
   int strips_at;               // sums of a strip of outputs, of every warpgroup of every CTA of the cluster
   int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
+  bool over_activations;       // the sums of a lone pass take their place
   int bytes;
 };
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes);
