@@ -110,7 +110,15 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
-    pairs: int  # the same, from which on two tokens are not taken of few outputs that matmul_resident can take
+    # Where matmul_resident takes a product too. Two tokens with float zeros or offsets are its for few outputs, from so
+    # many inputs for each on;
+    pairs: int
+    # without those everything, but one token from so many bytes of codes on, if outputs are so many times the inputs,
+    # one token of more bytes, and batches of so many.
+    rivalled: int
+    wide: int
+    heavy: int
+    entries: int
 
 
 class Resident(NamedTuple):

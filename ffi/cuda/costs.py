@@ -52,7 +52,7 @@ def header() -> str:
             f"inline constexpr float kStreamBytes = {number(newer['stream']['bytes'])};\n",
             *(
                 f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
-                for name in ("weights", "inputs", "stages", "ratio", "pairs")
+                for name in ("weights", "inputs", "stages", "ratio", "pairs", "rivalled", "wide", "heavy", "entries")
             ),
             "// From so many tokens on where matmul_warpgroup is there too: four bits and groups of 128 inputs, or\n"
             "// others.\n"
