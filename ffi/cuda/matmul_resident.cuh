@@ -78,6 +78,10 @@ struct Shape {
   static constexpr int kTokens = kTokens_, kGroups = kGroups_, kShiftSize = kShiftSize_;
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
   static constexpr bool kSums = kShiftSize == 2;
+  // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
+  // 8 what asks for pieces later takes as long as it saves.
+  static constexpr bool kLater = kTokens == 16;
+  static constexpr int kFirstPieces = 2;
   static_assert(!kSums || kTokens == 8);
 };
 
@@ -212,26 +216,27 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   fetch_blocks(std::true_type{}, 0, 0);
 
-  // Strips of the outputs are finished in turn by the CTAs of the cluster, `batch_atoms` of them at a time: as many as
+  // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
   // there is room for sums.
   const int tokens = static_cast<int>(args.m);
-  const int batch_atoms = min(atoms, layout.passes * kPassAtoms);
+  const int round_atoms = min(atoms, layout.passes * kPassAtoms);
   const int pieces = (cta_tiles + (kTiles << layout.log2_piece) - 1) >> (layout.log2_piece + 1);
-  const auto mine_of = [&](int of_batch) { return (of_batch - rank + cluster - 1) >> params.log2_cluster; };
+  const auto mine_of = [&](int of_round) { return (of_round - rank + cluster - 1) >> params.log2_cluster; };
+  const auto copy_piece = [&](int i) {
+    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
+    const int piece_bytes = tokens * (kTiles * 128) << layout.log2_piece;
+    ptx::barrier_expect(arrived + i, piece_bytes);
+    ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kTiles, x_batch,
+                        arrived + i);
+  };
   if (threadIdx.x < 32 && ptx::elect_one()) {
 #pragma unroll 1
     for (int i = 0; i < pieces; ++i) ptx::barrier_init(arrived + i, 1);
     ptx::barrier_init(received, 1);
     ptx::barrier_init_fence();
-    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
-    const int piece_bytes = tokens * (kTiles * 128) << layout.log2_piece;
 #pragma unroll 1
-    for (int i = 0; i < pieces; ++i) {
-      ptx::barrier_expect(arrived + i, piece_bytes);
-      ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kTiles, x_batch,
-                          arrived + i);
-    }
-    ptx::barrier_expect(received, cluster * mine_of(batch_atoms) * (kWarpgroups * S::kStripBytes));
+    for (int i = 0; i < (S::kLater ? min(pieces, S::kFirstPieces) : pieces); ++i) copy_piece(i);
+    ptx::barrier_expect(received, cluster * mine_of(round_atoms) * (kWarpgroups * S::kStripBytes));
   }
   __syncthreads();
   if (cluster > 1) ptx::cluster_meet();  // all have begun, so that they can be sent sums
@@ -255,13 +260,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     of_tile[tile] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
   }
   const uint32_t stage_step = kStepTiles * tokens * 128;
-  const int most_mine = (batch_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
+  const int most_mine = (round_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
   uint8_t* const strips = shared + layout.strips_at;
 #pragma unroll 1
-  for (int batch_atom = 0, phase = 0;; batch_atom += batch_atoms, phase ^= 1) {
-    const int end_atom = min(batch_atom + batch_atoms, atoms);
+  for (int round_atom = 0, phase = 0;; round_atom += round_atoms, phase ^= 1) {
+    const int end_atom = min(round_atom + round_atoms, atoms);
 #pragma unroll 1
-    for (int pass_atom = batch_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
+    for (int pass_atom = round_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
       float acc[kTokens / 2] = {};
       uint32_t stage_at = 0;
       int left = tiles, block = 0;
@@ -276,7 +281,13 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (slot == 0) fetch_blocks(std::false_type{}, 1 - buffer, stage_words[0].x & params.none);
           if (i * kStepTiles < left) {
             if (!S::kSums && slot == 0 && pass_atom == 0) {
-              ptx::barrier_wait(arrived + (block << kLog2BlockStages >> layout.log2_piece), 0);
+              const int piece = block << kLog2BlockStages >> layout.log2_piece;
+              ptx::barrier_wait(arrived + piece, 0);
+              if constexpr (S::kLater) {  // by the first warpgroup, which has a stage of every piece
+                const int next = piece + S::kFirstPieces;
+                const bool begins = piece << layout.log2_piece == block << kLog2BlockStages;
+                if (threadIdx.x < 32 && begins && next < pieces && ptx::elect_one()) copy_piece(next);
+              }
             }
             // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
             const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
@@ -363,8 +374,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of eight tokens
       // lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1.
-      const int atom = pass_atom + warp % 4, of_batch = atom - batch_atom;
-      const int at_strip = (rank * kWarpgroups + warpgroup) * most_mine + (of_batch >> params.log2_cluster);
+      const int atom = pass_atom + warp % 4, of_round = atom - round_atom;
+      const int at_strip = (rank * kWarpgroups + warpgroup) * most_mine + (of_round >> params.log2_cluster);
 #pragma unroll
       for (int block = 0; block < kTokens / 8; ++block) {
         const float* const of_block = acc + 4 * block;
@@ -373,7 +384,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint8_t* const to = strips + at_strip * S::kStripBytes + (block * 32 + lane) * 16;
         if (atom >= atoms) continue;
         if (cluster > 1) {
-          ptx::store_async_at_rank(to, sums_of, received, of_batch & (cluster - 1));
+          ptx::store_async_at_rank(to, sums_of, received, of_round & (cluster - 1));
         } else {
           *reinterpret_cast<float4*>(to) = sums_of;
         }
@@ -386,7 +397,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       __syncthreads();
     }
-    const int mine = mine_of(end_atom - batch_atom);
+    const int mine = mine_of(end_atom - round_atom);
 #pragma unroll 1
     for (int i = warp; i < mine * (kTokens / 8); i += kThreads / 32) {
       const int strip = i / (kTokens / 8), first_token = i % (kTokens / 8) * 8;
@@ -404,7 +415,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += of_rank[j];
       }
-      const int atom_n = (first_atom + batch_atom + (strip << params.log2_cluster) + rank) * kAtomN;
+      const int atom_n = (first_atom + round_atom + (strip << params.log2_cluster) + rank) * kAtomN;
       bool plain = params.plain_results;
       if (S::kSums) {
         const float of_tokens = (2 * t < tokens ? sum[0] + sum[2] : 0.f) + (2 * t + 1 < tokens ? sum[1] + sum[3] : 0.f);
@@ -439,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (end_atom >= atoms) break;
     // The room of these sums is that of the next.
     if (cluster > 1) {
-      const int bytes = cluster * mine_of(min(batch_atoms, atoms - end_atom)) * (kWarpgroups * S::kStripBytes);
+      const int bytes = cluster * mine_of(min(round_atoms, atoms - end_atom)) * (kWarpgroups * S::kStripBytes);
       if (threadIdx.x == 0) ptx::barrier_expect(received, bytes);
       __syncwarp();
       ptx::cluster_meet();
