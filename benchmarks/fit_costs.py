@@ -71,8 +71,8 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             yield ("tiled", tokens, splits), us
         if not table:
             resident = costs.resident_of(file["resident"])
-            if bits == 4 and scheme.alike and m <= resident.tokens:
-                for config, us in costs.resident_times(k, n, 1, scheme, MULTIPROCESSORS, resident):
+            if bits == 4 and scheme.alike and m <= resident.tokens // (1 + scheme.floats):
+                for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, resident):
                     yield ("resident", *config), us
             numbers = costs.warpgroups_of(file["warpgroup"])
             for config, us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):

@@ -114,7 +114,15 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
-    pairs: int  # the same, from which on two tokens are not taken of few outputs that matmul_resident can take
+    # Where matmul_resident takes a product too. Two tokens with float zeros or offsets are its for few outputs, from so
+    # many inputs for each on;
+    pairs: int
+    # without those everything, but one token from so many bytes of codes on, if outputs are so many times the inputs,
+    # one token of more bytes, and batches of so many.
+    rivalled: int
+    wide: int
+    heavy: int
+    entries: int
 
 
 class Resident(NamedTuple):
@@ -129,6 +137,7 @@ class Resident(NamedTuple):
     groups: float
     sums: float
     adding: float
+    wide: float
     clusters: tuple[Cluster, ...]
 
 
@@ -274,29 +283,31 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _resident_bytes(n: int, stages: int, parts: int, cluster: int, sums: bool) -> int:
-    """Shared memory of a CTA: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
-    piece = 4
+def _resident_bytes(m: int, stages: int, passes: int, cluster: int, sums: bool) -> int:
+    """Shared memory that a CTA has to have: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
+    piece, tokens = 8, 16 if m > 8 else 8
     while 8 * piece < stages:
         piece *= 2
-    part_rows = _ceil(_ceil(n, 16), parts) * 16
-    activations = _ceil(stages, piece) * piece * 2048 + (stages * 256 if sums else 0)
-    return 1024 + activations + 4 * 8 * 68 * 4 + (8 * part_rows * 4 if cluster > 1 else 0)
+    activations = _ceil(stages, piece) * piece * tokens * 256 + (stages * 256 if sums else 0)
+    of_pass = max(4, cluster) * 4 * tokens * 64
+    return 1024 + (max(activations, of_pass) if passes == 1 else activations + of_pass)
 
 
 def resident_times(
-    k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: Resident
+    m: int, k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: Resident
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Of every configuration, (cluster, parts)."""
     atoms = _ceil(n, 16)
-    stage = costs.stages + costs.groups * (scheme.ends > 1) + costs.sums * scheme.floats
+    stage = costs.stages + costs.groups * (scheme.ends > 1) + costs.sums * scheme.floats + costs.wide * (m > 8)
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
         stages = _ceil(_ceil(k, 128), cluster.ctas)
-        if parts == 0 or _resident_bytes(n, stages, parts, cluster.ctas, scheme.floats) > _SHARED_BYTES:
+        if parts == 0:
             continue
         part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
         passes = _ceil(part_atoms, 4)
+        if _resident_bytes(m, stages, passes, cluster.ctas, scheme.floats) > _SHARED_BYTES:
+            continue
         us = costs.start + costs.adding * scheme.floats + cluster.start
         us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
         yield (cluster.ctas, parts), us + costs.words * part_atoms * stages / 16

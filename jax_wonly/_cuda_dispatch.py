@@ -123,7 +123,8 @@ def _decode_kernel(
 
 def _resident_kernel(m: int, k: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
-    if not has_warpgroups() or not 0 < m <= _RESIDENT.tokens or jnp.dtype(x_dtype).itemsize != 2:
+    floats = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
+    if not has_warpgroups() or not 0 < m <= _RESIDENT.tokens // (1 + floats) or jnp.dtype(x_dtype).itemsize != 2:
         return False
     shifts = shift_mode == ShiftMode.NONE or (shift_mode != ShiftMode.TABLE and shift_dtype in (jnp.uint8, x_dtype))
     return bits == 4 and k % 64 == 0 and scale_dtype == x_dtype and shifts
@@ -183,8 +184,19 @@ def _warpgroup(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -
     return _least(_cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], costs))
 
 
-def _resident(k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
-    times = _cuda_costs.resident_times(k, n, batch, scheme, _gpu()[1], _RESIDENT)
+def _decode_is_slower(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> bool:
+    """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
+    outputs = batch * n
+    if scheme.floats:
+        return m > 1 and _DECODE.pairs * outputs <= k and 4 * -(-outputs // 16) <= 3 * _gpu()[1]
+    weights = outputs * k * scheme.bits // 8
+    many = (outputs >= _DECODE.wide * k and weights >= _DECODE.rivalled) or weights >= _DECODE.heavy
+    faster = batch >= _DECODE.entries or (m == 1 and scheme.ends < 4 and many)
+    return not faster and _resident(m, k, n, batch, scheme) < math.inf
+
+
+def _resident(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
+    times = _cuda_costs.resident_times(m, k, n, batch, scheme, _gpu()[1], _RESIDENT)
     return min((us for _, us in times), default=math.inf)
 
 
@@ -227,13 +239,14 @@ def kernel(
     """
     share, wanted = _gpu()[1] // batch, _gpu()[1] * 9 // 10  # multiprocessors for each of the batch
     resident = _resident_kernel(m, k, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     if (
         _decode_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
         and batch * n * k * bits // 8 >= _DECODE.weights
         and k >= _DECODE.inputs
         and -(-k // 128) * (m if groups > 1 and k // groups == 32 else 1) <= _DECODE.stages
         and (bits == 4 or k // groups < 128 or _DECODE.ratio * batch * n > k)
-        and not (m > 1 and resident and _DECODE.pairs * batch * n <= k and 4 * -(-batch * n // 16) <= 3 * _gpu()[1])
+        and not (resident and _decode_is_slower(m, k, n, batch, scheme))
         and share * batch >= wanted
         and 2 * batch * min(-(-n // 16), share) >= wanted
     ):
@@ -241,7 +254,6 @@ def kernel(
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
     by_warpgroups = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     small_groups = k // groups in (32, 64) and groups > 1
-    scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     always = by_warpgroups and (small_groups or scheme.plain or scheme.split or (scheme.floats and resident))
     streamed = m <= _STREAM.tokens and not wide and not always
     other = math.inf
@@ -251,7 +263,7 @@ def kernel(
             return "matmul_stream"
     elif not streamed:
         other = _stream(m, batch * n * k * bits / 8, scheme)
-    if resident and _resident(k, n, batch, scheme) < other:
+    if resident and _resident(m, k, n, batch, scheme) < other:
         return "matmul_resident"
     if not streamed:
         least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS

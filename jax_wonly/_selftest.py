@@ -149,7 +149,7 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
     ]
     # Weights of 1 MiB are what the decode kernel starts at.
     large = [
-        (4, "symmetric", "bfloat16", 128, 1, 4096, 6144, None, False),
+        (4, "symmetric", "bfloat16", 128, 1, 4096, 8192, None, False),
         (4, "integer_zeros", "float16", 128, 2, 2048, 1100, "relu", True),
         (8, "symmetric", "bfloat16", 128, 2, 1024, 1100, None, False),
         (4, "symmetric", "float32", 64, 1, 2048, 1100, None, False),
@@ -163,6 +163,7 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (4, "integer_zeros", "bfloat16", 64, 6, 1088, 1001, None, True),
         (4, "float_zeros", "float16", 64, 7, 1088, 1001, "relu", False),
         (4, "offsets", "bfloat16", 128, 8, 2176, 1001, None, False),
+        (4, "integer_zeros", "float16", 32, 9, 1088, 1001, "relu", True),
         (4, "symmetric", "bfloat16", 128, 16, 1024, 512, None, False),
         (4, "symmetric", "bfloat16", 128, 45, 1024, 512, None, False),
         (4, "integer_zeros", "bfloat16", 64, 70, 1024, 512, None, False),

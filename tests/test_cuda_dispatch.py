@@ -49,8 +49,8 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     decode = "matmul_decode" if warpgroups else "matmul_stream"
     resident = "matmul_resident" if warpgroups else "matmul_stream"
     for group_size in (None, 256, 128, 64, 32):
-        assert kernel(1, group_size) == decode
-        assert kernel(2, group_size) == (resident if group_size == 32 else decode)
+        assert kernel(1, group_size) == (resident if group_size == 32 else decode)
+        assert kernel(2, group_size) == resident
     assert kernel(3, 64) == resident
     # Two tokens and groups of 32 have kernels for 16-bit types alone.
     for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
@@ -60,11 +60,11 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
             assert kernel(2, 32, **types, bits=bits) == other
     assert kernel(2, 32, bits=8) == decode
     # Half of a stage of 128 inputs at the end.
-    assert kernel(1, 64, k=8256, n=8192) == resident and kernel(1, None, k=8256) == decode
+    assert kernel(1, 64, k=8256, n=8192) == resident and kernel(1, None, k=8256, n=16512) == decode
     # Many inputs for few outputs.
-    other = "matmul_warpgroup" if warpgroups else "matmul_stream"
-    assert [kernel(2, 128, k, 1024) for k in (4096, 3968)] == [other, decode]
-    assert [kernel(2, 128, 8192, n) for n in (1584, 1600)] == [resident, decode]
+    assert {kernel(2, 128, 8192, n) for n in (1584, 1600)} == {resident}
+    offsets = {"mode": ShiftMode.OFFSETS, "shift": jnp.bfloat16}
+    assert [kernel(2, 128, 8192, n, **offsets) for n in (1584, 1600)] == [resident, decode]
     assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [decode] * 2
     for mode, shift, there in (
         *((ShiftMode.ZEROS, jnp.uint8, True), (ShiftMode.OFFSETS, jnp.bfloat16, True)),
@@ -73,11 +73,12 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
         for group_size in (64, 128):
             small = warpgroups and group_size == 64 and mode != ShiftMode.TABLE
             other = "matmul_warpgroup" if small else "matmul_stream"
-            assert kernel(2, group_size, mode=mode, shift=shift) == (decode if there else other)
+            found = kernel(2, group_size, mode=mode, shift=shift)
+            assert found == (resident if shift == jnp.uint8 else decode if there else other)
 
 
 @pytest.mark.parametrize("x", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_three_to_eight_tokens(monkeypatch, warpgroups, x):
+def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
     """`matmul_resident` where it is expected to be faster than `matmul_warpgroup`, or that does not take the rows."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
 
@@ -94,8 +95,10 @@ def test_three_to_eight_tokens(monkeypatch, warpgroups, x):
             assert kernel(5, 5120, 5120, group_size, mode=mode, shift=shift) == "matmul_resident"
     assert kernel(4, 4096, 4096, batch=8) == "matmul_resident"
     assert kernel(4, 1088, 1001, None) == "matmul_resident"
-    assert kernel(4, 1080, 1000, None) == kernel(4, 1024, 1024) == "matmul_warpgroup"  # half a tile; few weights
-    assert kernel(9, 5120, 5120) == kernel(4, 5120, 5120, bits=8) == "matmul_warpgroup"
+    assert [kernel(m, 5120, 5120) for m in (16, 17)] == ["matmul_resident", "matmul_warpgroup"]
+    assert kernel(9, 5120, 5120, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_resident"
+    assert kernel(9, 5120, 5120, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"
+    assert kernel(4, 1080, 1000, None) == kernel(4, 5120, 5120, bits=8) == "matmul_warpgroup"  # half a tile
     assert kernel(4, 28672, 8192, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"  # in clusters of four alone
     # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations.
     assert kernel(4, 256, 1024, batch=140) == kernel(4, 131072, 1024) == "matmul_warpgroup"

@@ -123,32 +123,49 @@ def test_kernels_on_cuda(monkeypatch):
         qt = shapes_of(k, n, **options)
         return jw.explain(STRUCT((*qt.shape[:-2], m, k), dtype), qt, platform="cuda", implementation="cuda").kernel
 
-    few = [kernel(m) for m in (1, 2, 3, 8, 9)]
-    assert few == ["matmul_decode"] * 2 + ["matmul_resident"] * 2 + ["matmul_warpgroup"]
+    assert [kernel(m) for m in (1, 2, 3, 16, 17)] == ["matmul_resident"] * 4 + ["matmul_warpgroup"]
+    assert [kernel(m, mode="offsets") for m in (1, 2, 3, 8, 9)] == [
+        *["matmul_decode"] * 2,
+        *["matmul_resident"] * 2,
+        "matmul_warpgroup",
+    ]
     assert {kernel(4, 8192, 8192, group_size=g) for g in (32, 64, 256)} == {"matmul_resident"}
-    assert [kernel(4, 1024, n) for n in (1024, 1025)] == ["matmul_warpgroup", "matmul_resident"]
+    assert [kernel(9, k) for k in (14336, 16384)] == ["matmul_warpgroup", "matmul_resident"]
     assert [kernel(1, 8192, n, bits=8) for n in (1024, 1088)] == ["matmul_warpgroup", "matmul_decode"]
-    assert [kernel(1, 8192, 1024, bits=bits, group_size=g) for bits, g in ((4, 128), (8, 64))] == ["matmul_decode"] * 2
+    assert [kernel(1, 8192, 1024, bits=b, group_size=g) for b, g in ((4, 128), (8, 64))] == [
+        "matmul_resident",
+        "matmul_decode",
+    ]
     assert [kernel(2, k, group_size=32, bits=8) for k in (21504, 21632)] == ["matmul_decode", "matmul_warpgroup"]
-    assert [kernel(2, group_size=g) for g in (32, 64)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(2, 8192, n) for n in (1584, 1600)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(2, k, 1024) for k in (4096, 3968)] == ["matmul_warpgroup", "matmul_decode"]
+    assert {kernel(2, group_size=g) for g in (32, 64)} == {"matmul_resident"}
+    # One token: twice as many outputs as inputs and enough of them, or many weights.
+    assert [kernel(1, 4096, n) for n in (8176, 8192)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(1, k, 2 * k) for k in (3584, 3712)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(1, 14336, n) for n in (14016, 14080)] == ["matmul_resident", "matmul_decode"]
+    assert {kernel(1, 4096, 14336, group_size=g) for g in (64, 256, None)} == {"matmul_decode"}
+    assert kernel(1, 4096, 14336, group_size=32) == kernel(2, 4096, 14336) == "matmul_resident"
+    # Float zeros and offsets: two tokens of many inputs for few outputs.
+    assert [kernel(2, 8192, n, mode="offsets") for n in (1584, 1600)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(2, k, 1024, mode="offsets") for k in (4096, 3968)] == ["matmul_resident", "matmul_decode"]
     assert [kernel(1, k) for k in (43008, 43136)] == ["matmul_decode", "matmul_warpgroup"]
-    assert kernel(2, bits=8) == kernel(2, lead=(2,)) == "matmul_decode"
+    assert kernel(2, bits=8) == kernel(2, lead=(16,)) == "matmul_decode"
+    assert kernel(2, lead=(15,)) == "matmul_resident"
     modes = "integer_zeros", "float_zeros", "offsets"
     for size in (32, 64, 128):
         assert {kernel(3, 8192, 16384, group_size=size, mode=mode) for mode in modes} == {"matmul_resident"}
-    assert {kernel(1, group_size=g) for g in (32, 64, 256, None)} == {"matmul_decode"}
-    assert [kernel(1, 1024, n) for n in (1984, 2048)] == ["matmul_warpgroup", "matmul_decode"]
-    assert [kernel(1, k, 8192) for k in (384, 512)] == ["matmul_warpgroup", "matmul_decode"]
-    assert [kernel(1, 4096, n) for n in (928, 929)] == ["matmul_warpgroup", "matmul_decode"]
-    assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (1, 8, 17, 132)} == {"matmul_decode"}
-    assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (50, 133)} == {"matmul_warpgroup"}
+    offsets = {"mode": "offsets", "group_size": 128}
+    assert {kernel(1, group_size=g, mode="offsets") for g in (32, 64, 256, None)} == {"matmul_decode"}
+    assert [kernel(1, 1024, n, **offsets) for n in (1984, 2048)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(1, k, 8192, **offsets) for k in (384, 512)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(1, 4096, n, **offsets) for n in (912, 936)] == ["matmul_resident", "matmul_decode"]
+    assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (2, 8, 17, 132)} == {"matmul_decode"}
+    assert [kernel(1, 4096, 4096, lead=(batch,)) for batch in (50, 133)] == ["matmul_resident", "matmul_warpgroup"]
     assert [kernel(4, 4096, n, bits=8) for n in (132 * 64, 132 * 64 + 1)] == ["matmul_warpgroup", "matmul_stream"]
     scheme = {"bits": 8, "mode": "offsets", "group_size": 128}
     assert [kernel(4, 4096, n, **scheme) for n in (132 * 64, 132 * 64 + 8)] == ["matmul_stream", "matmul_warpgroup"]
     assert kernel(4, 4096, 132 * 64 + 8, bits=8) == "matmul_warpgroup"
-    assert kernel(16, n=8196) == kernel(4, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
+    assert kernel(16, n=8196) == "matmul_resident"
+    assert kernel(16, n=8196, mode="offsets") == kernel(4, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
     assert kernel(40, dtype=jnp.float32) == "matmul_warpgroup"
     assert kernel(64, n=8196) == kernel(129, 4096, 14336) == "matmul_tiled"
     assert {kernel(40, mode=mode) for mode in modes} == {"matmul_warpgroup"}

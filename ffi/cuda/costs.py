@@ -55,7 +55,7 @@ def header() -> str:
             f"inline constexpr float kStreamSmallGroupsFloat32 = {number(newer['stream']['small_groups_float32'])};\n",
             *(
                 f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
-                for name in ("weights", "inputs", "stages", "ratio", "pairs")
+                for name in ("weights", "inputs", "stages", "ratio", "pairs", "rivalled", "wide", "heavy", "entries")
             ),
             "// From so many tokens on where matmul_warpgroup is there too: four bits and groups of 128 inputs, or\n"
             "// others.\n"

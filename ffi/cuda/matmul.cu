@@ -66,6 +66,21 @@ float stream_us(const MatmulArgs& args) {
   return costs::kStreamStart + static_cast<float>(bytes) / rate;
 }
 
+// Where matmul_resident takes a product too, which is faster but for one token and many outputs, or many weights.
+bool decode_is_slower(const MatmulArgs& args, const Device& device) {
+  const int64_t outputs = args.batch * args.n, weights = outputs * args.k * args.bits / 8;
+  if (args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8) {
+    // For few outputs two tokens of many inputs take long to prepare.
+    const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
+    return args.m > 1 && few && costs::kDecodePairs * outputs <= args.k;
+  }
+  const bool wide = outputs >= costs::kDecodeWide * args.k && weights >= costs::kDecodeRivalled;
+  const bool many = wide || weights >= costs::kDecodeHeavy;
+  if (args.batch >= costs::kDecodeEntries || (args.m == 1 && decode::stage_groups(args) < 4 && many)) return false;
+  resident::Config config{};
+  return resident::choose(args, device.multiprocessors, shared_share(device, 1), &config) > 0.f;
+}
+
 // Of few bytes of weights preparing the activations takes longer than their cheaper products save.
 bool decodes(const MatmulArgs& args, const Device& device) {
   if (device.architecture != 90 || !decode::supports(args)) return false;
@@ -74,9 +89,7 @@ bool decodes(const MatmulArgs& args, const Device& device) {
   const int groups = decode::stage_groups(args);
   if (ceil_div(args.k, 128) * (groups == 4 ? args.m : 1) > costs::kDecodeStages) return false;
   if (groups == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
-  // For few outputs two tokens of many inputs take long to prepare.
-  const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
-  if (args.m > 1 && few && costs::kDecodePairs * outputs <= args.k && resident::supports(args)) return false;
+  if (resident::supports(args) && decode_is_slower(args, device)) return false;
   // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without, and a lone entry not
   // more than half of them.
   const int64_t share = device.multiprocessors / args.batch, wanted = device.multiprocessors * 9 / 10;

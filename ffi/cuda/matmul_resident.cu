@@ -17,20 +17,31 @@ bool adds_activations(const MatmulArgs& args) {
 
 }  // namespace
 
-Layout layout(const MatmulArgs& args, const Config& config) {
+Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const int64_t atoms = ceil_div(args.n, kAtomN), stages = ceil_div(args.k, kStageInputs);
   Layout layout{};
   layout.atoms_each = static_cast<int>(atoms / config.parts);
   layout.atoms_over = static_cast<int>(atoms % config.parts);
   layout.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
-  layout.log2_piece = 2;
+  layout.log2_piece = 3;
   while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
   layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
-  layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * kStageBytes;
-  layout.partial_at = layout.sums_at + (adds_activations(args) ? layout.stages_each * kSumBytes : 0);
-  layout.total_at = layout.partial_at + kWarpgroups * kMaxTokens * kSumStride * 4;
-  const int64_t part_rows = (layout.atoms_each + (layout.atoms_over > 0)) * kAtomN;
-  layout.bytes = layout.total_at + (config.cluster > 1 ? kMaxTokens * part_rows * 4 : 0);
+  // Activations, as many as wgmma reads, and sums of a strip.
+  const int tokens = args.m > 8 ? 16 : 8;
+  const int stage_bytes = tokens * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
+  layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * stage_bytes;
+  layout.strips_at = layout.sums_at + (adds_activations(args) ? layout.stages_each * kSumBytes : 0);
+  // A pass has a strip for each warp of a warpgroup, shared out among the cluster.
+  const int pass_bytes = std::max(kPassAtoms, config.cluster) * kWarpgroups * strip_bytes;
+  const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), kPassAtoms));
+  layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
+  layout.bytes = layout.strips_at + layout.passes * pass_bytes;
+  if (layout.passes == 0 && passes == 1 && std::max(layout.strips_at, kBarrierBytes + pass_bytes) <= shared_bytes) {
+    layout.bytes = std::max(layout.strips_at, kBarrierBytes + pass_bytes);
+    layout.strips_at = kBarrierBytes;
+    layout.passes = 1;
+    layout.over_activations = true;
+  }
   return layout;
 }
 
@@ -38,8 +49,8 @@ bool supports(const MatmulArgs& args) {
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
   const bool shifts = args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 ||
                       (args.shift_mode != ShiftMode::kTable && args.shift_dtype == args.x_dtype);
-  return sixteen_bits && args.bits == 4 && args.m > 0 && args.m <= kMaxTokens && args.k > 0 && args.k % 64 == 0 &&
-         args.scale_dtype == args.x_dtype && shifts;
+  return sixteen_bits && args.bits == 4 && args.m > 0 && args.m <= (adds_activations(args) ? 8 : kMaxTokens) &&
+         args.k > 0 && args.k % 64 == 0 && args.scale_dtype == args.x_dtype && shifts;
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
@@ -50,13 +61,14 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
   float stage = costs.stages;
   if (small_groups) stage += costs.groups;
   if (sums) stage += costs.sums;
+  if (args.m > 8) stage += costs.wide;
   float least = 0.f;
   for (const warpgroup::ClusterCost& cluster : costs::kResidentClusters) {
     const int64_t clusters = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share) / cluster.ctas;
     const int64_t parts = std::min(atoms, clusters / args.batch), stages = ceil_div(all_stages, cluster.ctas);
     if (parts == 0) continue;
     const Config candidate{cluster.ctas, static_cast<int>(parts)};
-    if (layout(args, candidate).bytes > shared_bytes) continue;
+    if (layout(args, candidate, shared_bytes).passes == 0) continue;
     const int64_t part_atoms = ceil_div(atoms, parts), passes = ceil_div(part_atoms, kPassAtoms);
     const int64_t each = ceil_div(stages, kWarpgroups);
     const float us = costs.start + (sums ? costs.adding : 0.f) + cluster.start +

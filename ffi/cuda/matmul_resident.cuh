@@ -1,15 +1,20 @@
-// The product for up to 8 tokens on Hopper: wgmma with the weights as register operand, loaded from global memory to
-// the registers that they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
+// The product for up to 16 tokens on Hopper: mma.sync with the weights loaded from global memory to the registers that
+// they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
 //
-// A CTA owns a run of outputs and walks over them 64 at a time. Its warpgroups split the inputs by stages of 128; a
-// lane loads its words, some stages at once, into one of two sets of registers, and the next into the other as soon as
-// these have come. The tensor copy engine brings the activations in pieces, so that the first products wait only for
-// the first piece; from then on no warp waits for another before the sums are added. Codes become (code - zero) * 2^-13
-// exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of groups of 32 each lane
-// of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply the sums of the
-// activations of 32 inputs, which mma.sync makes before the first products: one more product of tf32 numbers, two of
-// which are what multiplies them and two a sum, exactly but for the last bit. Partial sums are added in a fixed order,
-// and a token's result does not depend on the values or the number of others.
+// A CTA owns a run of outputs and walks over them 64 at a time. Its warpgroups split the inputs by stages of 128, and
+// the warps of one have a strip of 16 outputs each; a lane loads its words, some stages at once, into one of two sets
+// of registers, and the next into the other as soon as these have come. The tensor copy engine brings the activations
+// in pieces, so that the first products wait only for the first piece; no warp waits for another, so wgmma, which goes
+// at the pace of the last of four and takes as long for eight columns as for sixteen, would be slower. Codes become
+// (code - zero) * 2^-13 exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of
+// groups of 32 each lane of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply
+// the sums of the activations of 32 inputs, which are made before the first products: one more product of tf32 numbers,
+// two of which are what multiplies them and two a sum, exactly but for the last bit.
+//
+// Where a product is short, its beginning and its end are most of it. So the first loads stand before everything else,
+// and each warp sends its sums to the shared memory of the CTA that finishes their outputs, asynchronously and without
+// a barrier of the cluster. There they are added in a fixed order, and a token's result does not depend on the values
+// or the number of others.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,7 +32,6 @@
 #include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/tensor_map.h"
-#include "cuda/wgmma.cuh"
 #include "layout.h"
 
 namespace wonly::resident {
@@ -36,40 +40,53 @@ using warpgroup::Convert;
 using warpgroup::convert_half;
 using warpgroup::to_floats;
 
-constexpr int kTokens = kMaxTokens;
+constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
 constexpr int kThreads = kWarpgroups * 128;
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
-constexpr int kSteps = tile_k(kBits) / 16;            // products of a tile
 constexpr int kStepTiles = kWarpgroups * kTiles;      // from a stage of a warpgroup to its next
 constexpr int kTurn = 2 * kAhead;
+constexpr int kLog2BlockStages = 3;  // of all warpgroups: a piece of the activations has as many or more
+static_assert(1 << kLog2BlockStages == kAhead * kWarpgroups);
 constexpr uint32_t kTf32Bits = 0xffffe000u;  // of a float32
 constexpr int kStageBlocks = kStageInputs / 32;
 constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks of 32
 
 struct Params {
-  MatmulArgs args;
+  // What the places of the first loads are made of is together: each line of constants is a wait of its own.
+  const uint32_t* qw;
+  const uint8_t* scales;
   Layout layout;
-  int cluster;
+  int log2_cluster;
+  int outputs, k_tiles;
   int log2_group_blocks;  // group size = 32 << this
+  void* y;                // as args.y, near the others
+  bool plain_results;     // of the activations' type, without bias and activation, pairs of neighbours aligned
   int step_scales;        // from those of a stage of a warpgroup to those of its next
   uint32_t none;          // zero, which the compiler does not know
   // What multiplies zeros and offsets is `of_shift` less the scale's bits that `scale_mask` leaves.
   uint32_t scale_mask;
   float of_shift;
+  MatmulArgs args;
 };
 
 // kGroups: scales of a stage, at least as many as it has groups. kShiftSize: bytes of a zero or offset, 0 without;
 // zeros of one byte are taken off the codes, while two bytes multiply the sums of activations.
-template <typename X_, int kGroups_, int kShiftSize_>
+template <typename X_, int kTokens_, int kGroups_, int kShiftSize_>
 struct Shape {
   using X = X_;
-  static constexpr int kGroups = kGroups_, kShiftSize = kShiftSize_;
+  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kShiftSize = kShiftSize_;
+  static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
   static constexpr bool kSums = kShiftSize == 2;
+  // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
+  // 8 what asks for pieces later takes as long as it saves.
+  static constexpr bool kLater = kTokens == 16;
+  static constexpr int kFirstPieces = 2;
+  static_assert(!kSums || kTokens == 8);
 };
 
-// Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of wgmma: eight tokens by
-// four blocks in tf32, and after it what these numbers lack to float32.
+// Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of mma.sync: eight tokens
+// by four blocks in tf32, and after it what these numbers lack to float32.
 template <typename X>
 __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row, int tokens, int lane, uint8_t* to) {
   const X one = from_float<X>(1.f);
@@ -98,16 +115,8 @@ __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row,
   for (int i = 0; i < 2; ++i) {
     const float sum = mine[i] * 0x1p-13f;
     const float first = ptx::to_tf32(sum), second = ptx::to_tf32(sum - first);
-    reinterpret_cast<float*>(to)[(g / 4 * kTokens + 2 * t + i) * kStageBlocks + g % 4] = g < 4 ? first : second;
+    reinterpret_cast<float*>(to)[(g / 4 * 8 + 2 * t + i) * kStageBlocks + g % 4] = g < 4 ? first : second;
   }
-}
-
-// Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a weight times
-// it is.
-template <bool kSums>
-__device__ __forceinline__ void finish_sum(const MatmulArgs& args, int64_t batch, int token, int64_t n, float sum) {
-  if (kSums && !isfinite(sum) && n < args.n) sum = exact_sum(args, batch, token, n, 0, args.k);
-  finish(args, batch, token, n, sum);
 }
 
 template <typename S>
@@ -116,80 +125,65 @@ __global__ void __launch_bounds__(kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
   using C = Convert<X>;
-  constexpr int kGroups = S::kGroups, kGroupSteps = kTiles * kSteps / kGroups;
+  constexpr int kTokens = S::kTokens, kGroups = S::kGroups;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
+  uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
   uint8_t* const x = shared + kBarrierBytes;
   const MatmulArgs& args = params.args;
   const Layout& layout = params.layout;
-  const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
+  const int warp = threadIdx.x / 32;
   const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
-  const int rank = ptx::cluster_rank();
-  const int part = ptx::cluster_index();
+  const int cluster = 1 << params.log2_cluster;
+  const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);
+  const int part = static_cast<int>(blockIdx.x) >> params.log2_cluster;
   const int64_t batch = blockIdx.y;
-  const int tokens = static_cast<int>(args.m);
-
   const int first_atom = part * layout.atoms_each + min(part, layout.atoms_over);
-  const int end_atom = first_atom + layout.atoms_each + (part < layout.atoms_over);
-  const int k_tiles = static_cast<int>(args.k) / tile_k(kBits);
+  const int atoms = layout.atoms_each + (part < layout.atoms_over);
   const int first_stage = rank * layout.stages_each;
-  const int stages = min(layout.stages_each, (k_tiles + kTiles - 1) / kTiles - first_stage);
-
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < layout.pieces; ++i) ptx::barrier_init(arrived + i, 1);
-    ptx::barrier_init_fence();
-    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
-    for (int i = 0; i < layout.pieces; ++i) {
-      const int stage = i << layout.log2_piece;
-      ptx::barrier_expect(arrived + i, tokens * kTiles * 128 << layout.log2_piece);
-      ptx::tensor_copy_4d(x + stage * tokens * (kTiles * 128), &map, 0, 0, (first_stage + stage) * kTiles, x_batch,
-                          arrived + i);
-    }
-  }
+  const int cta_tiles = min(layout.stages_each * kTiles, params.k_tiles - first_stage * kTiles);
 
   // Loads of a block of kAhead stages, one block before their use: words of this lane, scale and shift of its outputs,
   // rows g and g + 8 of its warp's strip, of small groups those that block t of a stage belongs to. What is not loaded
   // is multiplied by activations of zero, or belongs to outputs that nobody stores. No load stands in a branch, where
   // it would wait for those before.
-  const int first_group = (first_stage + warpgroup) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
-  const int64_t first_scale = static_cast<int64_t>(first_group) * args.n;
-  const uint8_t* const scales =
-      static_cast<const uint8_t*>(args.scales) + (batch * args.scales_batch_stride + first_scale) * 2;
-  const uint8_t* const shift =
-      static_cast<const uint8_t*>(args.shift) + (batch * args.shift_batch_stride + first_scale) * S::kShiftSize;
-  const int tiles = min(stages * kTiles, k_tiles - first_stage * kTiles) - warpgroup * kTiles;
-  const int turns = (stages + kTurn * kWarpgroups - 1) / (kTurn * kWarpgroups);
+  const int lane_tiles = cta_tiles - warp / 4 * kTiles;  // in registers of a lane, where arithmetic is faster
+  const int turns = (cta_tiles + kTurn * kStepTiles - 1) / (kTurn * kStepTiles);
   uint4 words[2][kAhead][kTiles] = {};
   uint32_t scale_bits[2][kAhead][2] = {}, shift_bits[2][kAhead][2] = {};
-  int fetch_atom = first_atom + warp % 4, fetch_block, fetch_tiles;
-  const uint32_t* fetch_words;
-  int fetch_rows;  // outputs from row g on
-  const uint8_t* fetch_scales;
-  const uint8_t* fetch_zeros;  // of one byte; what has two lies as scales do
-  const auto begin_fetch_pass = [&]() {
-    fetch_block = 0;
-    fetch_tiles = fetch_atom < end_atom ? tiles : 0;
-    const int64_t tile =
-        static_cast<int64_t>(fetch_atom / kAtomsPerTile) * k_tiles + (first_stage + warpgroup) * kTiles;
-    fetch_words =
-        args.qw + batch * args.qw_batch_stride + tile * kTileWords + fetch_atom % kAtomsPerTile * kAtomWords + lane * 4;
-    const int n = fetch_atom * kAtomN + g;
-    fetch_rows = static_cast<int>(args.n) - n;
-    fetch_scales = scales + n * 2;
-    fetch_zeros = shift + n;
-  };
-  // `none` is zero.
-  const auto fetch_blocks = [&](int buffer, uint32_t none) {
+  const int first_strip = first_atom + warp % 4;
+  int fetch_atoms = atoms - warp % 4;  // from the strip on that is loaded
+  int fetch_block = 0, fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
+  int fetch_rows = params.outputs - first_strip * kAtomN - g;  // outputs from row g on
+  const int first_tile = first_strip / kAtomsPerTile * params.k_tiles + (first_stage + warp / 4) * kTiles;
+  const uint32_t* fetch_words =
+      params.qw + static_cast<int64_t>(first_tile) * kTileWords + (first_strip % kAtomsPerTile * kAtomWords + lane * 4);
+  const int first_group = (first_stage + warp / 4) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
+  int64_t first_scale = static_cast<int64_t>(first_group) * params.outputs + (first_strip * kAtomN + g);
+  const uint8_t* fetch_zeros = nullptr;  // of one byte; what has two lies as scales do
+  int64_t to_shift = 0;                  // from scales
+  if constexpr (S::kShiftSize > 0) {
+    const auto* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * S::kShiftSize;
+    fetch_zeros = shift + first_scale;
+    to_shift = shift - (params.scales + batch * args.scales_batch_stride * 2);
+  }
+  if (batch > 0) {
+    fetch_words += batch * args.qw_batch_stride;
+    first_scale += batch * args.scales_batch_stride;
+  }
+  const uint8_t* fetch_scales = params.scales + first_scale * 2;
+  // `none` is zero. The first loads are not ones that the compiler may put behind the barrier after them.
+  const auto fetch_blocks = [&](auto first, int buffer, uint32_t none) {
     const int left = fetch_tiles | static_cast<int>(none);
 #pragma unroll
     for (int stage = 0; stage < kAhead; ++stage) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const int at = stage * kStepTiles + tile;
-        ptx::load_once(words[buffer][stage][tile], fetch_words + at * kTileWords, at < left);
+        ptx::load_once<!first.value>(words[buffer][stage][tile], fetch_words + at * kTileWords, at < left);
       }
       const bool wanted = stage * kStepTiles + (kGroups > 1 ? t / 2 : 0) < left;
 #pragma unroll
@@ -198,168 +192,271 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint32_t (&scale)[2] = scale_bits[buffer][stage], (&zero)[2] = shift_bits[buffer][stage];
         // A group that half a stage does not have keeps nothing of others, which may be infinite.
         if (kGroups > 1 && !wanted) scale[i] = zero[i] = 0;
-        ptx::load_part<2>(scale[i], fetch_scales + 16 * i, of_row);
-        if constexpr (S::kShiftSize == 1) ptx::load_part<1>(zero[i], fetch_zeros + 8 * i, of_row);
-        if constexpr (S::kShiftSize == 2) ptx::load_part<2>(zero[i], fetch_scales + (shift - scales) + 16 * i, of_row);
+        ptx::load_part<2, !first.value>(scale[i], fetch_scales + 16 * i, of_row);
+        if constexpr (S::kShiftSize == 1) ptx::load_part<1, !first.value>(zero[i], fetch_zeros + 8 * i, of_row);
+        if constexpr (S::kShiftSize == 2) {
+          ptx::load_part<2, !first.value>(zero[i], fetch_scales + to_shift + 16 * i, of_row);
+        }
       }
       fetch_scales += params.step_scales * 2;
       fetch_zeros += params.step_scales;
     }
     fetch_words += kAhead * kStepTiles * kTileWords;
     fetch_tiles -= kAhead * kStepTiles;
-    if (++fetch_block == 2 * turns) {
-      fetch_atom += kPassAtoms;
-      begin_fetch_pass();
+    if (++fetch_block == 2 * turns) {  // the same tiles of the next strips
+      fetch_block = 0;
+      fetch_words += (params.k_tiles - turns * (kTurn * kStepTiles)) * static_cast<int64_t>(kTileWords);
+      const int64_t back = static_cast<int64_t>(turns * kTurn) * params.step_scales;
+      fetch_scales += (kPassAtoms * kAtomN - back) * 2;
+      fetch_zeros += kPassAtoms * kAtomN - back;
+      fetch_rows -= kPassAtoms * kAtomN;
+      fetch_atoms -= kPassAtoms;
+      fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
     }
   };
-  begin_fetch_pass();
-  fetch_blocks(0, 0);
+  fetch_blocks(std::true_type{}, 0, 0);
+
+  // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
+  // there is room for sums.
+  const int tokens = static_cast<int>(args.m);
+  const int round_atoms = min(atoms, layout.passes * kPassAtoms);
+  const int pieces = (cta_tiles + (kTiles << layout.log2_piece) - 1) >> (layout.log2_piece + 1);
+  const auto mine_of = [&](int of_round) { return (of_round - rank + cluster - 1) >> params.log2_cluster; };
+  const auto copy_piece = [&](int i) {
+    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
+    const int piece_bytes = tokens * (kTiles * 128) << layout.log2_piece;
+    ptx::barrier_expect(arrived + i, piece_bytes);
+    ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kTiles, x_batch,
+                        arrived + i);
+  };
+  if (threadIdx.x < 32 && ptx::elect_one()) {
+#pragma unroll 1
+    for (int i = 0; i < pieces; ++i) ptx::barrier_init(arrived + i, 1);
+    ptx::barrier_init(received, 1);
+    ptx::barrier_init_fence();
+#pragma unroll 1
+    for (int i = 0; i < (S::kLater ? min(pieces, S::kFirstPieces) : pieces); ++i) copy_piece(i);
+    ptx::barrier_expect(received, cluster * mine_of(round_atoms) * (kWarpgroups * S::kStripBytes));
+  }
   __syncthreads();
+  if (cluster > 1) ptx::cluster_meet();  // all have begun, so that they can be sent sums
 
   uint8_t* const sums = shared + layout.sums_at;
   if constexpr (S::kSums) {  // of a piece when it has come, behind its branch in the loop: 14 to 25% slower
-    for (int i = 0; i < layout.pieces; ++i) ptx::barrier_wait(arrived + i, 0);
-    for (int stage = warp; stage < stages; stage += kThreads / 32) {
+    for (int i = 0; i < pieces; ++i) ptx::barrier_wait(arrived + i, 0);
+    for (int stage = warp; stage * kTiles < cta_tiles; stage += kThreads / 32) {
       add_activations<X>(x, stage * kTiles * tokens, tokens, lane, sums + stage * kSumBytes);
     }
-    ptx::fence_shared_for_async();
     __syncthreads();
   }
 
-  const uint64_t operands = ptx::wgmma_descriptor(x);
-  const uint64_t sum_operands = ptx::wgmma_descriptor_unswizzled(sums, 0, kSumBytes / 2);
-  float* const partial = reinterpret_cast<float*>(shared + layout.partial_at);
-  float* const total = reinterpret_cast<float*>(shared + layout.total_at);
-  const int part_rows = (layout.atoms_each + (layout.atoms_over > 0)) * kAtomN;
-#pragma unroll 1
-  for (int pass_atom = first_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
-    float acc[kTokens / 2] = {};
-    int piece = -1;  // the last that was waited for
-#pragma unroll 1
-    for (int turn = 0; turn < turns; ++turn) {
+  const int tiles = cta_tiles - warpgroup * kTiles;
+  // Where this lane's rows of activations for ldmatrix are: of a warpgroup's first stage, and its next stages a
+  // multiple of eight rows further, so that the swizzle is the same.
+  uint32_t of_tile[kTiles];
 #pragma unroll
-      for (int i = 0; i < kTurn; ++i) {
-        const int buffer = i / kAhead, slot = i % kAhead, index = turn * kTurn + i;
-        const uint4(&stage_words)[kTiles] = words[buffer][slot];
-        // Loads are counted together, so whoever waits for some waits for all that were asked for before. The next ones
-        // therefore go out when these have come, which a condition that depends on them makes sure of.
-        if (slot == 0) fetch_blocks(1 - buffer, stage_words[0].x & params.none);
-        if (index * kStepTiles < tiles) {
-          const int stage = warpgroup + index * kWarpgroups;
-          if (!S::kSums && pass_atom == first_atom && stage >> layout.log2_piece != piece) {
-            piece = stage >> layout.log2_piece;
-            ptx::barrier_wait(arrived + piece, 0);
-          }
-          // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
-          const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
-          uint32_t zero_pair = 0;
-          if constexpr (S::kShiftSize == 1) {
-            zero_pair = from_float2<X>(static_cast<float>(shifts_of[0]) * -0x1p-13f,
-                                       static_cast<float>(shifts_of[1]) * -0x1p-13f);
-          }
-          float part_sums[kGroups][kTokens / 2], shift_sums[kTokens / 2];
-          uint32_t codes[kTiles * kSteps][4], shift_pieces[4];
-          if constexpr (S::kSums) {
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int row = (warpgroup * kTiles + tile) * tokens + lane % 8;
+    of_tile[tile] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
+  }
+  const uint32_t stage_step = kStepTiles * tokens * 128;
+  const int most_mine = (round_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
+  uint8_t* const strips = shared + layout.strips_at;
+#pragma unroll 1
+  for (int round_atom = 0, phase = 0;; round_atom += round_atoms, phase ^= 1) {
+    const int end_atom = min(round_atom + round_atoms, atoms);
+#pragma unroll 1
+    for (int pass_atom = round_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
+      float acc[kTokens / 2] = {};
+      uint32_t stage_at = 0;
+      int left = tiles, block = 0;
+#pragma unroll 1
+      for (int turn = 0; turn < turns; ++turn) {
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              const uint32_t scale = __float_as_uint(to_floats<X>(scales_of[j]).x) & params.scale_mask;
-              const float product = to_floats<X>(shifts_of[j]).x * (params.of_shift - __uint_as_float(scale));
-              shift_pieces[j] = __float_as_uint(product) & kTf32Bits;
-              shift_pieces[j + 2] = __float_as_uint(product - __uint_as_float(shift_pieces[j]));
+        for (int i = 0; i < kTurn; ++i) {
+          const int buffer = i / kAhead, slot = i % kAhead;
+          const uint4(&stage_words)[kTiles] = words[buffer][slot];
+          // Loads are counted together, so whoever waits for some waits for all that were asked for before. The next
+          // ones therefore go out when these have come, which a condition that depends on them makes sure of.
+          if (slot == 0) fetch_blocks(std::false_type{}, 1 - buffer, stage_words[0].x & params.none);
+          if (i * kStepTiles < left) {
+            if (!S::kSums && slot == 0 && pass_atom == 0) {
+              const int piece = block << kLog2BlockStages >> layout.log2_piece;
+              ptx::barrier_wait(arrived + piece, 0);
+              if constexpr (S::kLater) {  // by the first warpgroup, which has a stage of every piece
+                const int next = piece + S::kFirstPieces;
+                const bool begins = piece << layout.log2_piece == block << kLog2BlockStages;
+                if (threadIdx.x < 32 && begins && next < pieces && ptx::elect_one()) copy_piece(next);
+              }
             }
-            const uint64_t operand = sum_operands + stage * (kSumBytes >> 4);
-            ptx::wgmma_fence();
-            ptx::wgmma_tf32(shift_sums, shift_pieces, operand, 0);
-            ptx::wgmma_tf32(shift_sums, shift_pieces, operand + (kSumBytes / 2 >> 4), 1);
-          }
-          const uint64_t operand = operands + stage * tokens * (kTiles * 128 >> 4);
+            // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
+            const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
+            uint32_t zero_pair = 0;
+            if constexpr (S::kShiftSize == 1) {
+              zero_pair = from_float2<X>(static_cast<float>(shifts_of[0]) * -0x1p-13f,
+                                         static_cast<float>(shifts_of[1]) * -0x1p-13f);
+            }
+            // Products of one chain wait for each other.
+            constexpr int kChains = kGroups > 1 ? kGroups : kTokens == 8 ? 2 : 1;
+            constexpr int kChainBlocks = kStageBlocks / kChains;
+            float part_sums[kChains][kTokens / 2] = {}, shift_sums[4] = {};
+            if constexpr (S::kSums) {
+              const int stage = warpgroup + (turn * kTurn + i) * kWarpgroups;
+              uint32_t pieces_of[4];
 #pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
+              for (int j = 0; j < 2; ++j) {
+                const uint32_t scale = __float_as_uint(to_floats<X>(scales_of[j]).x) & params.scale_mask;
+                const float product = to_floats<X>(shifts_of[j]).x * (params.of_shift - __uint_as_float(scale));
+                pieces_of[j] = __float_as_uint(product) & kTf32Bits;
+                pieces_of[j + 2] = __float_as_uint(product - __uint_as_float(pieces_of[j]));
+              }
+              const uint32_t of_sums = ptx::shared_address(sums + stage * kSumBytes + lane * 4);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
+              for (int j = 0; j < 2; ++j) {
+                const uint32_t sum = ptx::load_shared(of_sums + j * (kSumBytes / 2));
+                ptx::mma_tf32(shift_sums, pieces_of, sum, sum);
+              }
+            }
+#pragma unroll
+            for (int block = 0; block < kStageBlocks; ++block) {
               uint32_t minus_zero[2], pair = zero_pair;
-              if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, 2 * tile + half, 4);
+              if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, block, 4);
               minus_zero[0] = S::kShiftSize == 0   ? C::minus_zero(bias_of(kBits))
                               : S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x1010)
                                                    : 0;
               minus_zero[1] = S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x3232) : minus_zero[0];
-              const uint4& w = stage_words[tile];
-              convert_half<X, kBits>(half == 0 ? w.x : w.z, half == 0 ? w.y : w.w, minus_zero[0], minus_zero[1],
-                                     codes + tile * kSteps + half * kSteps / 2);
-            }
-            ptx::wgmma_fence();
+              const uint4& w = stage_words[block / 2];
+              uint32_t codes[2][4];
+              convert_half<X, kBits>(block % 2 == 0 ? w.x : w.z, block % 2 == 0 ? w.y : w.w, minus_zero[0],
+                                     minus_zero[1], codes);
 #pragma unroll
-            for (int of_tile = 0; of_tile < kSteps; ++of_tile) {
-              const int step = tile * kSteps + of_tile, group = step / kGroupSteps;
-              const uint64_t operand_x = operand + tile * tokens * (128 >> 4) + (of_tile * 32 >> 4);
-              if constexpr (C::kBf16) {
-                ptx::Wgmma<kTokens>::bf16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
-              } else {
-                ptx::Wgmma<kTokens>::f16(part_sums[group], codes[step], operand_x, step % kGroupSteps > 0);
+              for (int eight = 0; eight < kTokens / 8; ++eight) {
+                uint32_t inputs[4];
+                ptx::load_matrices(inputs, (of_tile[block / 2] ^ block % 2 * 64) + stage_at + eight * 1024);
+                float (&to)[4] = *reinterpret_cast<float (*)[4]>(part_sums[block / kChainBlocks] + 4 * eight);
+#pragma unroll
+                for (int step = 0; step < 2; ++step) {
+                  if constexpr (C::kBf16) {
+                    ptx::mma_bf16(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
+                  } else {
+                    ptx::mma_f16(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
+                  }
+                }
               }
             }
-            ptx::wgmma_commit();
-          }
-          const uint32_t scale_pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
-          float2 scale[kGroups];
+            const uint32_t scale_pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
 #pragma unroll
-          for (int group = 0; group < kGroups; ++group) {
-            scale[group] = to_floats<X>(
-                kGroups > 1 ? __shfl_sync(0xffffffffu, scale_pair, group * kStageBlocks / kGroups, 4) : scale_pair);
-          }
-          ptx::wgmma_wait<0>();
+            for (int chain = 0; chain < kChains; ++chain) {
+              const float2 scale = to_floats<X>(
+                  kGroups > 1 ? __shfl_sync(0xffffffffu, scale_pair, chain * kChainBlocks, 4) : scale_pair);
 #pragma unroll
-          for (int group = 0; group < kGroups; ++group) {
+              for (int j = 0; j < kTokens / 2; ++j) {
+                acc[j] = fmaf(j % 4 < 2 ? scale.x : scale.y, part_sums[chain][j], acc[j]);
+              }
+            }
+            if constexpr (S::kSums) {
 #pragma unroll
-            for (int j = 0; j < kTokens / 2; ++j) {
-              acc[j] = fmaf(j < 2 ? scale[group].x : scale[group].y, part_sums[group][j], acc[j]);
+              for (int j = 0; j < 4; ++j) acc[j] += shift_sums[j];
             }
           }
-          if constexpr (S::kSums) {
+          stage_at += stage_step;
+          if (slot == kAhead - 1) ++block;
+        }
+        left -= kTurn * kStepTiles;
+      }
+
+      if (layout.over_activations) {  // which all are done with
+        if (cluster > 1) {
+          ptx::cluster_meet();
+        } else {
+          __syncthreads();
+        }
+      }
+      // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of eight tokens
+      // lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1.
+      const int atom = pass_atom + warp % 4, of_round = atom - round_atom;
+      const int at_strip = (rank * kWarpgroups + warpgroup) * most_mine + (of_round >> params.log2_cluster);
 #pragma unroll
-            for (int j = 0; j < kTokens / 2; ++j) acc[j] += shift_sums[j];
-          }
+      for (int block = 0; block < kTokens / 8; ++block) {
+        const float* const of_block = acc + 4 * block;
+        const float4 sums_of = {of_block[0] * C::kUnscale, of_block[1] * C::kUnscale, of_block[2] * C::kUnscale,
+                                of_block[3] * C::kUnscale};
+        uint8_t* const to = strips + at_strip * S::kStripBytes + (block * 32 + lane) * 16;
+        if (atom >= atoms) continue;
+        if (cluster > 1) {
+          ptx::store_async_at_rank(to, sums_of, received, of_round & (cluster - 1));
+        } else {
+          *reinterpret_cast<float4*>(to) = sums_of;
         }
       }
     }
 
-    // Sums of the warpgroups in order, then of the CTAs of the cluster in order.
-    if (pass_atom > first_atom) __syncthreads();  // those before are read
-    const int row = warp % 4 * kAtomN + g;
-#pragma unroll
-    for (int j = 0; j < kTokens / 2; ++j) {
-      partial[(warpgroup * kTokens + 2 * t + j % 2) * kSumStride + row + j / 2 * 8] = acc[j] * C::kUnscale;
+    // Of the warpgroups in order, then of the CTAs in order.
+    if (cluster > 1) {
+      ptx::barrier_wait(received, phase);
+    } else {
+      __syncthreads();
     }
-    __syncthreads();
-    const int rows = min(kTileN, (end_atom - pass_atom) * kAtomN);
-    for (int i = threadIdx.x; i < tokens * kTileN; i += kThreads) {
-      const int token = i / kTileN, of_pass = i % kTileN;
-      if (of_pass >= rows) continue;
-      float sum = 0.f;
+    const int mine = mine_of(end_atom - round_atom);
+#pragma unroll 1
+    for (int i = warp; i < mine * (kTokens / 8); i += kThreads / 32) {
+      const int strip = i / (kTokens / 8), first_token = i % (kTokens / 8) * 8;
+      const uint8_t* at = strips + i * 512 + lane * 16;
+      float sum[4] = {};
+#pragma unroll 1
+      for (int other = 0; other < cluster; ++other) {
+        float of_rank[4] = {};
 #pragma unroll
-      for (int other = 0; other < kWarpgroups; ++other) {
-        sum += partial[(other * kTokens + token) * kSumStride + of_pass];
+        for (int other_warpgroup = 0; other_warpgroup < kWarpgroups; ++other_warpgroup) {
+          const float4 v = *reinterpret_cast<const float4*>(at);
+          of_rank[0] += v.x, of_rank[1] += v.y, of_rank[2] += v.z, of_rank[3] += v.w;
+          at += most_mine * S::kStripBytes;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] += of_rank[j];
       }
-      if (params.cluster == 1) {
-        finish_sum<S::kSums>(args, batch, token, static_cast<int64_t>(pass_atom) * kAtomN + of_pass, sum);
+      const int atom_n = (first_atom + round_atom + (strip << params.log2_cluster) + rank) * kAtomN;
+      bool plain = params.plain_results;
+      if (S::kSums) {
+        const float of_tokens = (2 * t < tokens ? sum[0] + sum[2] : 0.f) + (2 * t + 1 < tokens ? sum[1] + sum[3] : 0.f);
+        plain = plain && __all_sync(0xffffffffu, isfinite(of_tokens));
+      }
+      if (plain) {
+        // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what
+        // those of odd g have of the even one.
+        const bool odd = g % 2 == 1;
+        const int token = first_token + 2 * t + odd, n = atom_n + (g & ~1);
+        X* const y = static_cast<X*>(params.y) + (batch * args.m + token) * params.outputs + n;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float mine_of_pair = odd ? sum[2 * half + 1] : sum[2 * half];
+          const float theirs = __shfl_xor_sync(0xffffffffu, odd ? sum[2 * half] : sum[2 * half + 1], 4);
+          const uint32_t pair = odd ? from_float2<X>(theirs, mine_of_pair) : from_float2<X>(mine_of_pair, theirs);
+          if (token < tokens && n + 8 * half < params.outputs) reinterpret_cast<uint32_t*>(y)[4 * half] = pair;
+        }
       } else {
-        total[token * part_rows + (pass_atom - first_atom) * kAtomN + of_pass] = sum;
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) {
+          const int token = first_token + 2 * t + j % 2, n = atom_n + g + j / 2 * 8;
+          if (token >= tokens || n >= params.outputs) continue;
+          float of_one = j < 2 ? j == 0 ? sum[0] : sum[1] : j == 2 ? sum[2] : sum[3];
+          // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
+          // weight times it is.
+          if (S::kSums && !isfinite(of_one)) of_one = exact_sum(args, batch, token, n, 0, args.k);
+          finish(args, batch, token, n, of_one);
+        }
       }
     }
-  }
-  if (params.cluster > 1) {
-    __syncthreads();
-    ptx::cluster_share();
-    const int rows = (end_atom - first_atom) * kAtomN;
-    for (int i = rank * kThreads + threadIdx.x; i < tokens * rows; i += params.cluster * kThreads) {
-      const int token = i / rows, row = i % rows;
-      float sum = 0.f;
-      for (int other = 0; other < params.cluster; ++other) {
-        sum += ptx::load_shared_of_rank(total + token * part_rows + row, other);
-      }
-      finish_sum<S::kSums>(args, batch, token, static_cast<int64_t>(first_atom) * kAtomN + row, sum);
+    if (end_atom >= atoms) break;
+    // The room of these sums is that of the next.
+    if (cluster > 1) {
+      const int bytes = cluster * mine_of(min(round_atoms, atoms - end_atom)) * (kWarpgroups * S::kStripBytes);
+      if (threadIdx.x == 0) ptx::barrier_expect(received, bytes);
+      __syncwarp();
+      ptx::cluster_meet();
+    } else {
+      __syncthreads();
     }
-    ptx::cluster_leave();
   }
 #else
   __trap();
@@ -370,15 +467,22 @@ template <typename X>
 cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
   Params params{};
   params.args = args;
-  params.layout = layout(args, config);
-  params.cluster = config.cluster;
+  params.qw = args.qw;
+  params.scales = static_cast<const uint8_t*>(args.scales);
+  params.layout = layout(args, config, shared_bytes);
+  while (1 << params.log2_cluster < config.cluster) ++params.log2_cluster;
+  params.y = args.y;
+  params.plain_results =
+      !args.has_bias && args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 2 == 0;
+  params.outputs = static_cast<int>(args.n);
+  params.k_tiles = static_cast<int>(args.k) / tile_k(kBits);
   params.log2_group_blocks = log2_group_blocks(args);
   if (params.log2_group_blocks < 0) params.log2_group_blocks = kNoGroups;
-  params.step_scales = (kWarpgroups * kStageBlocks >> params.log2_group_blocks) * static_cast<int>(args.n);
+  params.step_scales = (kWarpgroups * kStageBlocks >> params.log2_group_blocks) * params.outputs;
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
   params.scale_mask = offsets ? 0 : 0xffffffffu;
   params.of_shift = offsets ? 1.f : 0.f;
-  if (params.layout.bytes > shared_bytes) return cudaErrorInvalidConfiguration;
+  if (params.layout.passes == 0 || 1 << params.log2_cluster != config.cluster) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
   const cudaError_t error = describe_chunks(args, static_cast<int>(args.m), kTiles << params.layout.log2_piece, &map);
   if (error != cudaSuccess) return error;
@@ -388,7 +492,12 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   shape.cluster = config.cluster;
   shape.shared_bytes = static_cast<int>(params.layout.bytes);
   const auto launch = [&](auto groups, auto shift_size) {
-    return launch_kernel(resident_matmul<Shape<X, groups.value, shift_size.value>>, shape, stream, params, map);
+    constexpr int kGroups = groups.value, kShiftSize = shift_size.value;
+    if constexpr (kShiftSize < 2) {
+      if (args.m > 8)
+        return launch_kernel(resident_matmul<Shape<X, 16, kGroups, kShiftSize>>, shape, stream, params, map);
+    }
+    return launch_kernel(resident_matmul<Shape<X, 8, kGroups, kShiftSize>>, shape, stream, params, map);
   };
   constexpr std::integral_constant<int, 0> none;
   constexpr std::integral_constant<int, 1> one;

@@ -6,16 +6,13 @@
 
 namespace wonly::resident {
 
-constexpr int kMaxTokens = 8;
+constexpr int kMaxTokens = 16;  // with float zeros or offsets 8
 constexpr int kStageInputs = 128;
 constexpr int kWarpgroups = 4;       // share a CTA's stages
 constexpr int kPassAtoms = 4;        // strips of 16 outputs at a time
 constexpr int kAhead = 2;            // stages that a warp asks for at once; twice as many are a turn of its loop
 constexpr int kBarrierBytes = 1024;  // a barrier for each piece; those are aligned for the swizzle
-constexpr int kChunkBytes = kMaxTokens * 128;                 // activations of 64 inputs, as wgmma reads them
-constexpr int kStageBytes = kStageInputs / 64 * kChunkBytes;  // of a stage
-constexpr int kSumBytes = 256;                                // sums of a stage's activations, two numbers each
-constexpr int kSumStride = kTileN + 4;                        // so that a warp's sums lie in different banks
+constexpr int kSumBytes = 256;       // sums of a stage's activations, two numbers each
 
 struct Config {
   int cluster;  // CTAs along the inputs
@@ -28,10 +25,12 @@ struct Layout {
   int stages_each;             // that a CTA of a cluster takes, the last one fewer
   int pieces, log2_piece;      // of the activations; stages of one
   int sums_at;                 // of the activations of each stage
-  int partial_at, total_at;    // sums of the warpgroups, and those of all tokens for the others of a cluster
-  int64_t bytes;
+  int strips_at;               // sums of a strip of outputs, of every warpgroup of every CTA of the cluster
+  int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
+  bool over_activations;       // the sums of a lone pass take their place
+  int bytes;
 };
-Layout layout(const MatmulArgs& args, const Config& config);
+Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes);
 
 // What a product is expected to take, in microseconds.
 struct Costs {
@@ -43,6 +42,7 @@ struct Costs {
   float groups;  // of a stage, more with groups of 32 and 64
   float sums;    // of a stage, more with float zeros or offsets
   float adding;  // of the start, for the sums of activations then
+  float wide;    // of a stage, more from nine tokens on
 };
 
 // Whether this kernel computes `args`: int4 with scales of the activations' 16-bit type, zeros or offsets of that type,

@@ -121,9 +121,9 @@ struct Shape {
   static_assert(kWarpgroups == 2 || kPlain);
 
   // Four warpgroups fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the other starts
-  // or ends; from 64 tokens on the accumulators of two leave no room for that, or activations in pieces from 32.
-  static constexpr int kCtas =
-      kWarpgroups == 4 || (kWarpgroups == 2 && kTokens > (Source::kPieces > 1 ? 16 : 32)) ? 1 : 2;
+  // or ends; from 64 tokens on the accumulators of two leave no room for that, or activations in pieces earlier.
+  static constexpr int kMostOfTwo = Source::kPieces == 1 ? 32 : kFlushes == 1 ? 16 : 8;  // tokens
+  static constexpr int kCtas = kWarpgroups == 4 || (kWarpgroups == 2 && kTokens > kMostOfTwo) ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kWarpgroups == 4 || (kSums && kCtas == 2) ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.

@@ -42,34 +42,46 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
 }
 
 // 16 bytes that nobody reads again, on a condition; `to` stays as it is otherwise. In program order with the other
-// volatile instructions: loads go out before the products that they are ahead of.
+// volatile instructions: loads go out before the products that they are ahead of. The compiler may still put those of
+// what nobody writes (kConstant) behind a barrier that they stand before, and other loads not.
+template <bool kConstant = true>
 __device__ __forceinline__ void load_once(uint4& to, const void* global, bool wanted) {
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
-      "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
-      : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
-      : "l"(global), "r"(static_cast<int>(wanted)));
-}
-
-// One, two or four bytes, likewise, into the low bits of a register that holds nothing else.
-template <int kBytes>
-__device__ __forceinline__ void load_part(uint32_t& to, const void* global, bool wanted) {
-  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4);
-  const int predicate = wanted;
-  if constexpr (kBytes == 1) {
-    asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted ld.global.nc.u8 %0, [%1];\n}\n"
-                 : "+r"(to)
-                 : "l"(global), "r"(predicate));
-  } else if constexpr (kBytes == 2) {
-    asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted ld.global.nc.u16 %0, [%1];\n}\n"
-                 : "+r"(to)
-                 : "l"(global), "r"(predicate));
+  if constexpr (kConstant) {
+    asm volatile(
+        "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
+        "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+        : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+        : "l"(global), "r"(static_cast<int>(wanted)));
   } else {
-    asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted ld.global.nc.u32 %0, [%1];\n}\n"
-                 : "+r"(to)
-                 : "l"(global), "r"(predicate));
+    asm volatile(
+        "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
+        "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}\n"
+        : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+        : "l"(global), "r"(static_cast<int>(wanted)));
   }
 }
+
+#define WONLY_LOAD_PART(instruction)                                                                       \
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted " instruction " %0, [%1];\n}\n" \
+               : "+r"(to)                                                                                  \
+               : "l"(global), "r"(static_cast<int>(wanted)))
+// One, two or four bytes, likewise, into the low bits of a register that holds nothing else.
+template <int kBytes, bool kConstant = true>
+__device__ __forceinline__ void load_part(uint32_t& to, const void* global, bool wanted) {
+  static_assert(kBytes == 1 || kBytes == 2 || (kBytes == 4 && kConstant));
+  if constexpr (kBytes == 1 && kConstant) {
+    WONLY_LOAD_PART("ld.global.nc.u8");
+  } else if constexpr (kBytes == 1) {
+    WONLY_LOAD_PART("ld.global.u8");
+  } else if constexpr (kBytes == 2 && kConstant) {
+    WONLY_LOAD_PART("ld.global.nc.u16");
+  } else if constexpr (kBytes == 2) {
+    WONLY_LOAD_PART("ld.global.u16");
+  } else {
+    WONLY_LOAD_PART("ld.global.nc.u32");
+  }
+}
+#undef WONLY_LOAD_PART
 
 // Four 8 x 8 matrices of 16-bit numbers, whose rows are where lanes 8i .. 8i + 7 say for matrix i: lane 4g + t gets
 // columns 2t and 2t + 1 of row g.
@@ -176,6 +188,18 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
       "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%7,%8}, {%9}, {%0,%1,%2,%3};\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(b0), "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+
+// The same of an a of 16 x 8 numbers in tf32: lane 4g + t holds rows g, g + 8 of its columns t and t + 4.
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  __trap();
 #endif
 }
 

@@ -291,16 +291,6 @@ __device__ __forceinline__ void wgmma_u8s8(int (&d)[4], const uint4& a, uint64_t
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
 }
 
-// d[64 x 8] = a[64 x 8] b[8 x 8] (+ d where `accumulate`) over a warpgroup, of tf32: warp w's fragments are those of
-// mma.m16n8k8 for rows 16w.. .
-__device__ __forceinline__ void wgmma_tf32(float (&d)[4], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, %8, p, 1, 1;\n}\n"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
 __device__ __forceinline__ float to_tf32(float value) {
   uint32_t rounded;
   asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(rounded) : "f"(value));

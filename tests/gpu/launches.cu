@@ -150,12 +150,13 @@ void products() {
     }
   }
   for (const int scheme : {0, 1, 2, 3}) {
-    run(DType::kBF16, 4, 1 + scheme % 2, 4096, 6144, 128, scheme);           // matmul_decode
+    run(DType::kBF16, 4, 1 + scheme % 2, 2048, 13568, 128, scheme);          // matmul_decode
     run(DType::kF16, 8, 2 - scheme % 2, 4096, 3072, 0, scheme);              //
     run(DType::kBF16, 4, 2 - scheme % 2, 4096, 2050, 64, scheme);            //
     run(DType::kF16, 8, 1 + scheme % 2, 2048, 1100, 32, scheme);             //
     run(DType::kBF16, 4, 3 + scheme, 1088, 1001, 32 << scheme % 2, scheme);  // matmul_resident
     run(DType::kF16, 4, 8 - scheme, 2176, 1001, 128, scheme);                //
+    run(DType::kBF16, 4, 9 + scheme, 1088, 1001, 64 >> scheme % 2, scheme);  //
     run(DType::kF16, 4 + scheme % 2 * 4, 140, 192, 3070, 64, scheme);        // matmul_tiled
     run(DType::kBF16, 8 - scheme % 2 * 4, 300, 512, 2050, 32, scheme);       // several clusters for a tile
   }

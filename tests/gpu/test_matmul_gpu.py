@@ -285,22 +285,25 @@ def test_float32_is_not_tf32(rng):
     np.testing.assert_allclose(dx[0], weight.dense[:, 0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("m", [3, 4, 5, 8])
+@pytest.mark.parametrize("m", [3, 4, 5, 8, 9, 16])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
 def test_resident_activations(rng, x_dtype, mode, m):
-    """Strips of outputs that CTAs share unevenly, clusters that share the inputs, parts of stages, batches. Odd numbers
-    of outputs, as no other kernel takes those.
+    """Strips of outputs that CTAs share unevenly, clusters that share the inputs, parts of stages, batches, and many
+    inputs. Odd numbers of outputs, as no other kernel takes those.
     """
+    floats = mode in ("float_zeros", "offsets")
     for k, n, group_size, lead in (
         *((1088, 1001, None, ()), (5120, 1281, 128, ()), (2304, 137, 256, (3,)), (64, 17, None, ())),
         *((12288, 521, 128, ()), (27648, 265, 256, ()), (2048, 264, 128, (8,)), (576, 7001, None, ())),
         *((1088, 1001, 32, ()), (5184, 1281, 64, ()), (4096, 137, 64, (3,)), (64, 17, 32, ()), (12352, 521, 32, ())),
+        (14336, 1001, 128, ()),
     ):
         weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=lead)
         x = random_x(rng, (*lead, m, k), x_dtype)
         bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
-        others = (k, n) == (2048, 264) or (group_size is None and mode in ("float_zeros", "offsets"))
+        others = (k, n) == (2048, 264) or (floats and (group_size is None or m > 8))
+        others |= m > 8 and (k, n) in ((27648, 265), (12352, 521))  # many inputs for few outputs, rows of any length
         if _cuda_dispatch.has_warpgroups() and not others:
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
         product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
@@ -315,5 +318,6 @@ def test_resident_activations(rng, x_dtype, mode, m):
         infinite = product(x.at[..., 0, k // 2].set(np.inf), weight.qt, bias)[..., 0, :]
         known = weight.dense[..., k // 2, :] != 0
         np.testing.assert_array_equal(np.asarray(infinite, np.float32)[known], of_one[known])
-        fewer = np.asarray(product(x[..., :3, :], weight.qt, bias))
-        np.testing.assert_array_equal(fewer, np.asarray(y)[..., :3, :])
+        few = 3 if m <= 8 else 9
+        fewer = np.asarray(product(x[..., :few, :], weight.qt, bias))
+        np.testing.assert_array_equal(fewer, np.asarray(y)[..., :few, :])
