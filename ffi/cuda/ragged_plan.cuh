@@ -144,6 +144,40 @@ __device__ inline Plan get_plan(const Work& work, uint8_t* shared) {
   return {spans, order, found.spans, found.tiles};
 }
 
+// One warp: behind the spans the same by falling height of their tiles, so that CTAs which take tiles in turns have
+// about as much to do, and the last ones least.
+__device__ inline void sort_spans(Span* spans, int count, int tile_rows) {
+  constexpr int kHeights = 4;
+  const int lane = threadIdx.x % 32;
+  Span* const sorted = spans + count;
+  const auto height = [&](int i) {
+    return i < count ? min(tiles_of(spans[i].rows, tile_rows / kHeights), kHeights) : 0;
+  };
+  int at[kHeights + 1] = {};  // where those of a height begin
+  for (int base = 0; base < count; base += 32) {
+    const int mine = height(base + lane);
+#pragma unroll
+    for (int h = 1; h <= kHeights; ++h) at[h - 1] += __popc(__ballot_sync(kAllLanes, mine >= h));
+  }
+  for (int base = 0; base < count; base += 32) {
+    const int mine = height(base + lane);
+#pragma unroll
+    for (int h = 1; h <= kHeights; ++h) {
+      const unsigned same = __ballot_sync(kAllLanes, mine == h);
+      if (mine == h) sorted[at[h] + __popc(same & ((1u << lane) - 1u))] = spans[base + lane];
+      at[h] += __popc(same);
+    }
+  }
+  __syncwarp();
+  int tiles = 0;
+  for (int base = 0; base < count; base += 32) {
+    const int i = base + lane, mine = i < count ? tiles_of(sorted[i].rows, tile_rows) : 0;
+    const int to = static_cast<int>(sum_to_lane(mine, 0x7fffffffu));
+    if (i < count) sorted[i].first_tile = tiles + to - mine;
+    tiles += __shfl_sync(kAllLanes, to, 31);
+  }
+}
+
 // One warp: the span that tile `tile` < tile_count belongs to.
 __device__ inline Span find_span(const Plan& plan, int tile) {
   const int lane = threadIdx.x % 32;

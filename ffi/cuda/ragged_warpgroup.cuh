@@ -36,6 +36,7 @@ constexpr int kPlacedRows = 32;                         // or as 16 bits
 constexpr int kStagedBytes = kStagedRows * tiles::kStagedStride * 4;
 constexpr int kCtaBytes = 227 << 10;
 static_assert(kStagedBytes >= kPlacedRows * kTileN * 2);
+constexpr int kSortedExperts = (ragged::kOwnExperts - 1) / 2;  // up to as many have their spans sorted: room for both
 
 // Rows first .. first + rows - 1 of the plan's order, and the outputs of `strips` warpgroups from n0 on.
 struct alignas(16) Tile {
@@ -92,6 +93,7 @@ struct Params {
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ragged::kAllLanes, value, 0); }
 
 // All tiles: whole ones, and then those of the last round, whose outputs several CTAs share where there are enough.
+// CTAs take them forward and backward in turns.
 template <int kWarpgroups>
 struct Walk {
   int whole, parts, count;
@@ -101,6 +103,11 @@ struct Walk {
     whole = tiles - last;
     parts = last * kWarpgroups <= grid ? kWarpgroups : last * 2 <= grid ? 2 : 1;
     count = whole + last * parts;
+  }
+  // Of this CTA in a round.
+  __device__ int index(int round) const {
+    const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    return round * grid + (round % 2 == 0 ? cta : grid - 1 - cta);
   }
 };
 
@@ -172,8 +179,8 @@ __device__ __forceinline__ void produce(const Params& params, const warpgroup::M
   const int shift_size = has_shifts ? element_size(args.shift_dtype) : 0;
   const uint32_t n = static_cast<uint32_t>(args.n);
   const Walk<S::kWarpgroups> walk(plan.tile_count * params.output_blocks);
-  for (int index = blockIdx.x; index < walk.count; index += gridDim.x) {
-    const Tile tile = find_tile<S>(plan, walk, index, params.output_blocks);
+  for (int round = 0; walk.index(round) < walk.count; ++round) {
+    const Tile tile = find_tile<S>(plan, walk, walk.index(round), params.output_blocks);
     const int outputs = static_cast<int>(min(static_cast<int64_t>(tile.strips * kTileN), args.n - tile.n0));
     const int64_t expert = tile.expert;
     const uint8_t* const words =
@@ -619,7 +626,14 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     ptx::barrier_init_fence();
   }
   __syncthreads();
-  const ragged::Plan plan = ragged::get_plan(params.work, shared + S::kPlanAt);
+  ragged::Plan plan = ragged::get_plan(params.work, shared + S::kPlanAt);
+  ragged::Span* const spans = ragged::own_spans(shared + S::kPlanAt);
+  if (plan.spans == spans && params.work.experts <= kSortedExperts &&
+      plan.tile_count * params.output_blocks > static_cast<int>(gridDim.x)) {
+    if (threadIdx.x < 32) ragged::sort_spans(spans, plan.span_count, S::kTileRows);
+    __syncthreads();
+    plan.spans += plan.span_count;
+  }
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= S::kWarpgroups * 4) {
     ptx::lower_registers<S::kProducerRegisters>();
@@ -628,7 +642,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     ptx::raise_registers<S::kConsumerRegisters>();
     const Consumer<S> consumer{{warp / 4, warp % 4}};
     const Walk<S::kWarpgroups> walk(uniform(plan.tile_count) * params.output_blocks);
-    for (int index = blockIdx.x; index < walk.count; index += gridDim.x) consumer.run(params, plan, ring);
+    for (int round = 0; walk.index(round) < walk.count; ++round) consumer.run(params, plan, ring);
   }
 #else
   __trap();
@@ -658,7 +672,8 @@ cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream
   const int64_t most = ragged::most_tiles(params.work) * params.output_blocks * S::kWarpgroups;
   shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(multiprocessors, most)));
   shape.threads = S::kThreads;
-  shape.shared_bytes = S::kPlanAt + ragged::plan_bytes(params.work.experts);
+  const int experts = params.work.experts;
+  shape.shared_bytes = S::kPlanAt + ragged::plan_bytes(experts <= kSortedExperts ? 2 * experts + 1 : experts);
   return launch_kernel(ragged_warpgroup_matmul<S>, shape, stream, params, maps);
 }
 

@@ -70,7 +70,7 @@ def test_many_experts_and_rows(rng, experts, rows, dtype):
 
 
 # For each expert as many on average as low tiles, high ones, and tiles with rounded weights are taken for.
-ROWS = [[16, 0, 17, 33, 49, 64, 65, 1, 97, 128, 30], [96, 0, 97, 129, 90, 65, 160, 128, 1, 31, 10], [0, 700, 256, 64]]
+ROWS = [[16, 0, 17, 33, 49, 64, 65, 1, 97, 128, 30], [96, 0, 97, 129, 90, 65, 160, 128, 1, 31, 10], [0, 1700, 256, 64]]
 
 
 @pytest.mark.parametrize("sizes", ROWS)
