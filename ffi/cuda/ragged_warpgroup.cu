@@ -33,10 +33,11 @@ int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
   if (!supports(args)) return 0;
   const bool plain = warpgroup::is_plain(args), small_groups = has_small_groups(args), floats = has_floats(args);
   const bool low = args.bits == 4 && (plain || floats || !small_groups), high = plain || floats || !low;
-  // Of ragged_tiled's outputs, 256 at a time, a sixteenth and more may be none.
+  // What makes ragged_tiled slower: factors of many groups, and outputs, 256 at a time, of which a sixteenth and more
+  // are none.
   const bool wasted = (ceil_div(args.n, 256) * 256 - args.n) * 16 >= args.n;
-  const int64_t most_rows = args.bits == 4 && (small_groups || wasted) ? kMoreRows : kMostRows;
-  const int64_t most = !high ? kLowRows : plain || floats ? most_rows : kHighRows;
+  const bool more = args.bits == 4 && (plain || floats) && (small_groups || wasted);
+  const int64_t most = !high ? kLowRows : more ? kMoreRows : kHighRows;
   if (rows > most * experts || (low || args.bits == 8 ? 2 * rows < experts : rows < 8 * experts)) return 0;
   // Where both heights have a kernel the tiles of a routing by chance are mostly low up to 56 rows of an expert. With
   // small groups high ones have fewer instructions, and with offsets of large groups.

@@ -36,6 +36,7 @@ constexpr int kPlacedRows = 32;                         // or as 16 bits
 constexpr int kStagedBytes = kStagedRows * tiles::kStagedStride * 4;
 constexpr int kCtaBytes = 227 << 10;
 static_assert(kStagedBytes >= kPlacedRows * kTileN * 2);
+constexpr int kUnsortedRows = 16;                              // of an expert: tiles are alike
 constexpr int kSortedExperts = (ragged::kOwnExperts - 1) / 2;  // up to as many have their spans sorted: room for both
 
 // Rows first .. first + rows - 1 of the plan's order, and the outputs of `strips` warpgroups from n0 on.
@@ -93,21 +94,30 @@ struct Params {
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ragged::kAllLanes, value, 0); }
 
 // All tiles: whole ones, and then those of the last round, whose outputs several CTAs share where there are enough.
-// CTAs take them forward and backward in turns.
+// `mixed`: tiles differ, and may be sorted by height. Then rounds are dealt out forward and backward in turns, and half
+// of the CTAs begin with their last one, so that some wait for memory while others multiply.
 template <int kWarpgroups>
 struct Walk {
-  int whole, parts, count;
+  int whole, parts, count, rounds;
+  bool mixed;
 
-  __device__ explicit Walk(int tiles) {
+  __device__ Walk(int tiles, bool mixed) : mixed(mixed) {
     const int grid = static_cast<int>(gridDim.x), last = tiles % grid;
     whole = tiles - last;
     parts = last * kWarpgroups <= grid ? kWarpgroups : last * 2 <= grid ? 2 : 1;
     count = whole + last * parts;
+    rounds = whole / grid;
+    rounds += place(rounds) < count;
   }
-  // Of this CTA in a round.
-  __device__ int index(int round) const {
+  // This CTA's of a turn.
+  __device__ int index(int turn) const {
+    return place(mixed && 2 * blockIdx.x >= gridDim.x ? rounds - 1 - turn : turn);
+  }
+
+ private:
+  __device__ int place(int round) const {
     const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    return round * grid + (round % 2 == 0 ? cta : grid - 1 - cta);
+    return round * grid + (mixed && round % 2 == 1 ? grid - 1 - cta : cta);
   }
 };
 
@@ -166,7 +176,7 @@ struct Ring {
 // so little is left to do once it is empty.
 template <typename S>
 __device__ __forceinline__ void produce(const Params& params, const warpgroup::Maps& maps, const ragged::Plan& plan,
-                                        Ring<S>& ring, int producer) {
+                                        const Walk<S::kWarpgroups>& walk, Ring<S>& ring, int producer) {
   constexpr int kStripBytes = S::kTiles * kTileBytes, kBoxBytes = S::kBoxRows * 128;
   const MatmulArgs& args = params.args;
   const int stages = static_cast<int>(ceil_div(args.k, kStageK));
@@ -178,9 +188,8 @@ __device__ __forceinline__ void produce(const Params& params, const warpgroup::M
   const bool has_zeros = args.shift_mode == ShiftMode::kZeros, has_shifts = args.shift_mode != ShiftMode::kNone;
   const int shift_size = has_shifts ? element_size(args.shift_dtype) : 0;
   const uint32_t n = static_cast<uint32_t>(args.n);
-  const Walk<S::kWarpgroups> walk(plan.tile_count * params.output_blocks);
-  for (int round = 0; walk.index(round) < walk.count; ++round) {
-    const Tile tile = find_tile<S>(plan, walk, walk.index(round), params.output_blocks);
+  for (int turn = 0; turn < walk.rounds; ++turn) {
+    const Tile tile = find_tile<S>(plan, walk, walk.index(turn), params.output_blocks);
     const int outputs = static_cast<int>(min(static_cast<int64_t>(tile.strips * kTileN), args.n - tile.n0));
     const int64_t expert = tile.expert;
     const uint8_t* const words =
@@ -628,21 +637,25 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __syncthreads();
   ragged::Plan plan = ragged::get_plan(params.work, shared + S::kPlanAt);
   ragged::Span* const spans = ragged::own_spans(shared + S::kPlanAt);
-  if (plan.spans == spans && params.work.experts <= kSortedExperts &&
-      plan.tile_count * params.output_blocks > static_cast<int>(gridDim.x)) {
-    if (threadIdx.x < 32) ragged::sort_spans(spans, plan.span_count, S::kTileRows);
-    __syncthreads();
-    plan.spans += plan.span_count;
+  bool mixed = S::kBits == 4;  // eight bits wait for memory anyway
+  if (mixed && plan.spans == spans && params.work.experts <= kSortedExperts &&
+      params.work.m > kUnsortedRows * params.work.experts) {
+    mixed = !ragged::all_alike(spans, plan.span_count, S::kTileRows);
+    if (mixed) {
+      if (threadIdx.x < 32) ragged::sort_spans(spans, plan.span_count, S::kTileRows);
+      __syncthreads();
+      plan.spans += plan.span_count;
+    }
   }
+  const Walk<S::kWarpgroups> walk(uniform(plan.tile_count) * params.output_blocks, mixed);
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= S::kWarpgroups * 4) {
     ptx::lower_registers<S::kProducerRegisters>();
-    produce<S>(params, maps, plan, ring, warp - S::kWarpgroups * 4);
+    produce<S>(params, maps, plan, walk, ring, warp - S::kWarpgroups * 4);
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
     const Consumer<S> consumer{{warp / 4, warp % 4}};
-    const Walk<S::kWarpgroups> walk(uniform(plan.tile_count) * params.output_blocks);
-    for (int round = 0; walk.index(round) < walk.count; ++round) consumer.run(params, plan, ring);
+    for (int turn = 0; turn < walk.rounds; ++turn) consumer.run(params, plan, ring);
   }
 #else
   __trap();

@@ -7,8 +7,7 @@
 namespace wonly::ragged_warpgroup {
 
 constexpr int kLowRows = 64, kHighRows = 128;  // of a tile
-// Of an expert, from which on ragged_tiled is as fast, and where that has more to do.
-constexpr int kMostRows = 255, kMoreRows = 384;
+constexpr int kMoreRows = 384;                 // of an expert, where ragged_tiled has more to do than usual
 
 bool supports(const MatmulArgs& args);
 
