@@ -1,5 +1,6 @@
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ragged_warpgroup.h"
+#include "layout.h"
 
 namespace wonly::ragged_warpgroup {
 namespace {

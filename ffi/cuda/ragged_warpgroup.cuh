@@ -18,6 +18,7 @@
 #include "cuda/matmul_warpgroup.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_warpgroup.h"
+#include "cuda/rounded_weights.cuh"
 #include "cuda/tensor_map.h"
 
 namespace wonly::ragged_warpgroup {
