@@ -37,7 +37,7 @@ constexpr int kPlacedRows = 32;                         // or as 16 bits
 constexpr int kStagedBytes = kStagedRows * tiles::kStagedStride * 4;
 constexpr int kCtaBytes = 227 << 10;
 static_assert(kStagedBytes >= kPlacedRows * kTileN * 2);
-constexpr int kUnsortedRows = 16;                              // of an expert: tiles are alike
+constexpr int kAlikeRows = 2, kUnsortedRows = 16;  // of an expert: up to so many tiles are alike, or about as high
 constexpr int kSortedExperts = (ragged::kOwnExperts - 1) / 2;  // up to as many have their spans sorted: room for both
 
 // Rows first .. first + rows - 1 of the plan's order, and the outputs of `strips` warpgroups from n0 on.
@@ -638,7 +638,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   __syncthreads();
   ragged::Plan plan = ragged::get_plan(params.work, shared + S::kPlanAt);
   ragged::Span* const spans = ragged::own_spans(shared + S::kPlanAt);
-  bool mixed = S::kBits == 4;  // eight bits wait for memory anyway
+  // Tiles of few rows, and of eight bits, all wait for memory.
+  bool mixed = S::kBits == 4 && params.work.m > kAlikeRows * params.work.experts;
   if (mixed && plan.spans == spans && params.work.experts <= kSortedExperts &&
       params.work.m > kUnsortedRows * params.work.experts) {
     mixed = !ragged::all_alike(spans, plan.span_count, S::kTileRows);
