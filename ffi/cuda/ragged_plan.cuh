@@ -144,6 +144,51 @@ __device__ inline Plan get_plan(const Work& work, uint8_t* shared) {
   return {spans, order, found.spans, found.tiles};
 }
 
+// Of a span's tiles, in quarters of whole ones.
+constexpr int kHeights = 4;
+__device__ __forceinline__ int height_of(const Span& span, int tile_rows) {
+  return min(tiles_of(span.rows, tile_rows / kHeights), kHeights);
+}
+
+// One warp: whether they have the same height in all spans.
+__device__ inline bool all_alike(const Span* spans, int count, int tile_rows) {
+  const int first = height_of(spans[0], tile_rows);
+  bool alike = true;
+  for (int i = threadIdx.x % 32; i < count; i += 32) alike &= height_of(spans[i], tile_rows) == first;
+  return __all_sync(kAllLanes, alike);
+}
+
+// One warp: behind the spans the same by falling height, so that CTAs which take tiles in turns have about as much to
+// do.
+__device__ inline void sort_spans(Span* spans, int count, int tile_rows) {
+  const int lane = threadIdx.x % 32;
+  Span* const sorted = spans + count;
+  const auto height = [&](int i) { return i < count ? height_of(spans[i], tile_rows) : 0; };
+  int at[kHeights + 1] = {};  // where those of a height begin
+  for (int base = 0; base < count; base += 32) {
+    const int mine = height(base + lane);
+#pragma unroll
+    for (int h = 1; h <= kHeights; ++h) at[h - 1] += __popc(__ballot_sync(kAllLanes, mine >= h));
+  }
+  for (int base = 0; base < count; base += 32) {
+    const int mine = height(base + lane);
+#pragma unroll
+    for (int h = 1; h <= kHeights; ++h) {
+      const unsigned same = __ballot_sync(kAllLanes, mine == h);
+      if (mine == h) sorted[at[h] + __popc(same & ((1u << lane) - 1u))] = spans[base + lane];
+      at[h] += __popc(same);
+    }
+  }
+  __syncwarp();
+  int tiles = 0;
+  for (int base = 0; base < count; base += 32) {
+    const int i = base + lane, mine = i < count ? tiles_of(sorted[i].rows, tile_rows) : 0;
+    const int to = static_cast<int>(sum_to_lane(mine, 0x7fffffffu));
+    if (i < count) sorted[i].first_tile = tiles + to - mine;
+    tiles += __shfl_sync(kAllLanes, to, 31);
+  }
+}
+
 // One warp: the span that tile `tile` < tile_count belongs to.
 __device__ inline Span find_span(const Plan& plan, int tile) {
   const int lane = threadIdx.x % 32;

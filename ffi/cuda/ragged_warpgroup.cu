@@ -1,24 +1,51 @@
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ragged_warpgroup.h"
+#include "layout.h"
 
 namespace wonly::ragged_warpgroup {
+namespace {
+
+// Zeros that are no integers, or offsets.
+bool has_floats(const MatmulArgs& args) {
+  return args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+}
+bool has_small_groups(const MatmulArgs& args) {
+  const int groups = log2_group_blocks(args);
+  return groups == 0 || groups == 1;
+}
+
+}  // namespace
 
 bool supports(const MatmulArgs& args) {
   MatmulArgs any = args;
   any.m = 1;
-  const bool integer_zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
-  return warpgroup::supports(any) && (args.shift_mode == ShiftMode::kNone || integer_zeros);
+  return warpgroup::supports(any) && (!has_floats(args) || rounds(args, kLowRows));
+}
+
+bool rounds(const MatmulArgs& args, int tile_rows) {
+  if (args.bits == 8) return false;
+  if (has_floats(args)) {
+    return args.shift_dtype == args.x_dtype && args.scale_dtype == args.x_dtype && args.n % 8 == 0;
+  }
+  return warpgroup::is_plain(args) && has_small_groups(args) && tile_rows == kHighRows;
 }
 
 int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
   if (!supports(args)) return 0;
-  // Where both heights have a kernel the tiles of a routing by chance are mostly low up to 56 rows of an expert.
-  const int groups = log2_group_blocks(args);
-  const bool plain = warpgroup::is_plain(args), small_groups = groups == 0 || groups == 1;
-  const bool low = args.bits == 4 && (plain || !small_groups), high = plain || !low;
-  const int64_t most = high ? kHighRows : kLowRows;
+  const bool plain = warpgroup::is_plain(args), small_groups = has_small_groups(args), floats = has_floats(args);
+  const bool low = args.bits == 4 && (plain || floats || !small_groups), high = plain || floats || !low;
+  // What makes ragged_tiled slower: factors of many groups, and outputs, 256 at a time, of which a sixteenth and more
+  // are none.
+  const bool wasted = (ceil_div(args.n, 256) * 256 - args.n) * 16 >= args.n;
+  const bool more = args.bits == 4 && (plain || floats) && (small_groups || wasted);
+  const int64_t most = !high ? kLowRows : more ? kMoreRows : kHighRows;
   if (rows > most * experts || (low || args.bits == 8 ? 2 * rows < experts : rows < 8 * experts)) return 0;
-  return low && (!high || rows <= 56 * experts) ? kLowRows : kHighRows;
+  // Where both heights have a kernel the tiles of a routing by chance are mostly low up to 56 rows of an expert. With
+  // small groups high ones have fewer instructions, and with offsets of large groups.
+  const int64_t low_rows = floats && args.shift_mode == ShiftMode::kOffsets && !small_groups ? 8
+                           : plain && small_groups                                           ? 40
+                                                                                             : 56;
+  return low && (!high || rows <= low_rows * experts) ? kLowRows : kHighRows;
 }
 
 cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {

@@ -4,7 +4,8 @@
 // One CTA on every multiprocessor takes every so-many-th tile, of 256 outputs x up to 64 rows of an expert or of 128 x
 // 128; its producer warps run ahead into the next tile while the last results are still being written. Four or two
 // warpgroups of 64 outputs share the rows' activations, and multiply about as many columns as a tile has rows. Sums of
-// a group are exact products of 16-bit numbers in float32, and its scale multiplies them there. A row's result does not
+// a group are exact products of 16-bit numbers in float32, and its scale multiplies them there; or weights are rounded
+// (`kind_of` says which), half a stage of them while the tensor cores multiply the half before. A row's result does not
 // depend on other rows.
 #pragma once
 
@@ -17,6 +18,7 @@
 #include "cuda/matmul_warpgroup.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_warpgroup.h"
+#include "cuda/rounded_weights.cuh"
 #include "cuda/tensor_map.h"
 
 namespace wonly::ragged_warpgroup {
@@ -24,6 +26,7 @@ namespace wonly::ragged_warpgroup {
 using warpgroup::Convert;
 using warpgroup::kArrivals;
 using warpgroup::kBarrierBytes;
+using warpgroup::Kind;
 using warpgroup::kStageK;
 using warpgroup::kStageSteps;
 
@@ -34,6 +37,8 @@ constexpr int kPlacedRows = 32;                         // or as 16 bits
 constexpr int kStagedBytes = kStagedRows * tiles::kStagedStride * 4;
 constexpr int kCtaBytes = 227 << 10;
 static_assert(kStagedBytes >= kPlacedRows * kTileN * 2);
+constexpr int kAlikeRows = 2, kUnsortedRows = 16;  // of an expert: up to so many tiles are alike, or about as high
+constexpr int kSortedExperts = (ragged::kOwnExperts - 1) / 2;  // up to as many have their spans sorted: room for both
 
 // Rows first .. first + rows - 1 of the plan's order, and the outputs of `strips` warpgroups from n0 on.
 struct alignas(16) Tile {
@@ -41,8 +46,7 @@ struct alignas(16) Tile {
   int strips;
 };
 
-// `kPlain_`: as warpgroup::Kind::kPlain, not kOther.
-template <typename X_, int kBits_, int kWarpgroups_, int kFlushes_, bool kPlain_>
+template <typename X_, int kBits_, int kWarpgroups_, int kFlushes_, Kind kKind>
 struct Shape {
   using X = X_;
   static constexpr int kBits = kBits_;
@@ -55,19 +59,22 @@ struct Shape {
   static constexpr int kConsumerRegisters = kWarpgroups == kLowWarpgroups ? 112 : 232;
   static constexpr int kBoxRows = kTileRows / kProducers;  // of the tensor copy engine
   static constexpr int kHalfBytes = kTileRows * 128;       // activations: two halves of 64 inputs
-  static constexpr int kFlushes = kFlushes_;  // group ends in a stage: 4 for groups of 32 and 64, 1 for more
-  static constexpr bool kPlain = kPlain_;
+  // Group ends in a stage: 4 for groups of 32 and 64, and of all sizes where weights are rounded, 1 for more.
+  static constexpr int kFlushes = kFlushes_;
+  static constexpr bool kZeros = kKind == Kind::kRoundedAndZeros;
+  static constexpr bool kRounded = kKind == Kind::kRounded || kZeros;
+  static constexpr bool kPlain = kKind == Kind::kPlain || kRounded;
 
   // A unit is what the tensor cores work on while the codes of the next are converted.
-  static constexpr int kUnits = kFlushes == 4 ? 4 : 2;
+  static constexpr int kUnits = kFlushes == 4 && (!kRounded || kWarpgroups == kLowWarpgroups) ? 4 : 2;
   static constexpr int kUnitSteps = kStageSteps / kUnits;
 
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
   static constexpr int kScaleStride = kOutputs * (kPlain ? 2 : 4);
   static constexpr int kWeightsAt = 2 * kHalfBytes;
   static constexpr int kScalesAt = kWeightsAt + kWarpgroups * kTiles * kTileBytes;
-  static constexpr int kZerosAt = kScalesAt + kFlushes * kScaleStride;
-  static constexpr int kStageBytes = (kZerosAt + kFlushes * kOutputs + 1023) / 1024 * 1024;
+  static constexpr int kZerosAt = kScalesAt + kFlushes * kScaleStride;  // or offsets
+  static constexpr int kStageBytes = (kZerosAt + kFlushes * kOutputs * (kRounded ? 2 : 1) + 1023) / 1024 * 1024;
   static constexpr int kOtherBytes = kBarrierBytes + kWarpgroups * kStagedBytes + ragged::kMostPlanBytes;
   static constexpr int kStages = (kCtaBytes - kOtherBytes) / kStageBytes;
   static constexpr int kNotesAt = 2 * kStages * 8;
@@ -82,20 +89,36 @@ struct Params {
   ragged::Work work;
   int output_blocks;      // of kOutputs
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
+  int stage_groups;       // of rounded weights: groups that end in a stage, 4, 2 or 1
 };
 
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ragged::kAllLanes, value, 0); }
 
 // All tiles: whole ones, and then those of the last round, whose outputs several CTAs share where there are enough.
+// `mixed`: tiles differ, and may be sorted by height. Then rounds are dealt out forward and backward in turns, and half
+// of the CTAs begin with their last one, so that some wait for memory while others multiply.
 template <int kWarpgroups>
 struct Walk {
-  int whole, parts, count;
+  int whole, parts, count, rounds;
+  bool mixed;
 
-  __device__ explicit Walk(int tiles) {
+  __device__ Walk(int tiles, bool mixed) : mixed(mixed) {
     const int grid = static_cast<int>(gridDim.x), last = tiles % grid;
     whole = tiles - last;
     parts = last * kWarpgroups <= grid ? kWarpgroups : last * 2 <= grid ? 2 : 1;
     count = whole + last * parts;
+    rounds = whole / grid;
+    rounds += place(rounds) < count;
+  }
+  // This CTA's of a turn.
+  __device__ int index(int turn) const {
+    return place(mixed && 2 * blockIdx.x >= gridDim.x ? rounds - 1 - turn : turn);
+  }
+
+ private:
+  __device__ int place(int round) const {
+    const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    return round * grid + (mixed && round % 2 == 1 ? grid - 1 - cta : cta);
   }
 };
 
@@ -153,8 +176,8 @@ struct Ring {
 // uniform registers, and one of them issues. With few rows a stage is multiplied as fast as its copies are asked for,
 // so little is left to do once it is empty.
 template <typename S>
-__device__ __forceinline__ void produce(const Params& params, const CUtensorMap* x_map, const ragged::Plan& plan,
-                                        Ring<S>& ring, int producer) {
+__device__ __forceinline__ void produce(const Params& params, const warpgroup::Maps& maps, const ragged::Plan& plan,
+                                        const Walk<S::kWarpgroups>& walk, Ring<S>& ring, int producer) {
   constexpr int kStripBytes = S::kTiles * kTileBytes, kBoxBytes = S::kBoxRows * 128;
   const MatmulArgs& args = params.args;
   const int stages = static_cast<int>(ceil_div(args.k, kStageK));
@@ -163,11 +186,11 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
   const int blocks = static_cast<int>(ceil_div(args.k, 32));
   const bool scaling = producer == 1 && (S::kPlain || params.log2_group_blocks >= 0);
   const int scale_size = S::kPlain ? 2 : element_size(args.scale_dtype);
-  const bool has_zeros = args.shift_mode == ShiftMode::kZeros;
+  const bool has_zeros = args.shift_mode == ShiftMode::kZeros, has_shifts = args.shift_mode != ShiftMode::kNone;
+  const int shift_size = has_shifts ? element_size(args.shift_dtype) : 0;
   const uint32_t n = static_cast<uint32_t>(args.n);
-  const Walk<S::kWarpgroups> walk(plan.tile_count * params.output_blocks);
-  for (int index = blockIdx.x; index < walk.count; index += gridDim.x) {
-    const Tile tile = find_tile<S>(plan, walk, index, params.output_blocks);
+  for (int turn = 0; turn < walk.rounds; ++turn) {
+    const Tile tile = find_tile<S>(plan, walk, walk.index(turn), params.output_blocks);
     const int outputs = static_cast<int>(min(static_cast<int64_t>(tile.strips * kTileN), args.n - tile.n0));
     const int64_t expert = tile.expert;
     const uint8_t* const words =
@@ -178,7 +201,9 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
     const uint8_t* const zeros = static_cast<const uint8_t*>(args.shift) + expert * args.shift_batch_stride + tile.n0;
     const bool has_weights = producer * kTileN < outputs, has_rows = producer * S::kBoxRows < tile.rows;
     const int scale_bytes = outputs * scale_size;
-    const int group_bytes = scaling ? scale_bytes + (has_zeros ? outputs : 0) : 0;
+    const int group_bytes = !scaling      ? 0
+                            : S::kRounded ? S::kOutputs * (2 + shift_size)
+                                          : scale_bytes + (has_zeros ? outputs : 0);
     const int whole_bytes = (has_weights ? kStripBytes : 0) + (has_rows ? 2 * kBoxBytes : 0);
     const int row = tile.first + producer * S::kBoxRows;
     int stage = first_stage(tile, args.n, stages);
@@ -197,17 +222,26 @@ __device__ __forceinline__ void produce(const Params& params, const CUtensorMap*
         uint8_t* const to = ring.stage();
         uint64_t* const done = ring.full();
         const int bytes = stage + 1 == stages ? last_bytes : kStripBytes;  // of a strip
-        const int groups = S::kFlushes == 1 ? 1 : min(S::kFlushes, blocks - stage * (kStageK / 32));
+        const int groups = S::kRounded        ? params.stage_groups
+                           : S::kFlushes == 1 ? 1
+                                              : min(S::kFlushes, blocks - stage * (kStageK / 32));
         ptx::barrier_expect(done, whole_bytes - (has_weights ? kStripBytes - bytes : 0) + groups * group_bytes);
         if (has_weights) {
           ptx::bulk_copy(to + S::kWeightsAt + producer * kStripBytes, words + static_cast<int64_t>(stage) * kStripBytes,
                          bytes, done);
         }
         if (has_rows) {
-          ptx::tensor_copy_3d(to + producer * kBoxBytes, x_map, stage * kStageK, row, 0, done);
-          ptx::tensor_copy_3d(to + S::kHalfBytes + producer * kBoxBytes, x_map, stage * kStageK + 64, row, 0, done);
+          ptx::tensor_copy_3d(to + producer * kBoxBytes, &maps.x, stage * kStageK, row, 0, done);
+          ptx::tensor_copy_3d(to + S::kHalfBytes + producer * kBoxBytes, &maps.x, stage * kStageK + 64, row, 0, done);
         }
-        if (scaling) {
+        if (S::kRounded && scaling) {
+          const int first = stage * (kStageK / 32) >> params.log2_group_blocks;
+          const auto copy = [&](int at, const CUtensorMap& map, int64_t batch_stride) {
+            ptx::tensor_copy_3d(to + at, &map, tile.n0, first, batch_stride == 0 ? 0 : tile.expert, done);
+          };
+          copy(S::kScalesAt, maps.scales, args.scales_batch_stride);
+          if (has_shifts) copy(S::kZerosAt, maps.shifts, args.shift_batch_stride);
+        } else if (scaling) {
 #pragma unroll
           for (int flush = 0; flush < S::kFlushes; ++flush) {
             if (flush >= groups) break;
@@ -238,6 +272,140 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
   template <int kColumns>
   __device__ __forceinline__ void multiply(const Params& params, const Tile& tile, Ring<S>& ring,
                                            float (&acc)[kSums]) const {
+    if constexpr (S::kRounded) {
+      multiply_rounded<kColumns>(params, ring, acc);
+    } else {
+      multiply_exact<kColumns>(params, tile, ring, acc);
+    }
+  }
+
+  // One unit is converted while the tensor cores work on the one before.
+  template <int kColumns>
+  __device__ __forceinline__ void multiply_rounded(const Params& params, Ring<S>& ring, float (&acc)[kSums]) const {
+    constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;  // steps of 16 inputs that one 16-byte vector of words holds
+    constexpr int kHalfSteps = kVectorSteps / 2;
+    constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
+    constexpr int kVectors = kShared ? 1 : S::kUnitSteps / kVectorSteps;
+    constexpr int kGroupSteps = kStageSteps / S::kFlushes, kUnitGroups = (S::kUnitSteps - 1) / kGroupSteps + 1;
+    using Rounded = wonly::Convert<warpgroup::RoundedShape<X, S::kBits, S::kZeros>>;
+    const MatmulArgs& args = params.args;
+    const int stages = static_cast<int>(ceil_div(args.k, kStageK));
+    // An offset is that of the group, or its scale times what the bias of a code makes of it.
+    const bool has_offsets = args.shift_mode == ShiftMode::kOffsets, bytes = args.shift_dtype == DType::kU8;
+    const int offsets_at = has_offsets ? S::kZerosAt : S::kScalesAt;
+    const uint32_t offset_factor =
+        Rounded::pair((has_offsets ? 1.f : static_cast<float>(-bias_of(S::kBits))) * Rounded::kUnit);
+    const int stage_groups = S::kFlushes == 1 ? 1 : params.stage_groups;
+    const int of_tile = warpgroup * kTileN + row();  // this lane's outputs: n0 + of_tile and n0 + of_tile + 8
+
+    uint32_t codes[2][S::kUnitSteps][4], group_scales[kUnitGroups][2], group_shifts[kUnitGroups][2];
+    uint4 words[kVectors];
+    Affine affine[2];
+    const auto load_unit = [&](const uint8_t* data, int unit) {
+      if (!kShared || unit % 2 == 0) {
+        const uint4* const from =
+            reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + thread();
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
+        }
+      }
+      if (unit * S::kUnitSteps % kGroupSteps != 0) return;
+      const auto load_pair = [](const uint8_t* of_row, uint32_t (&bits)[2]) {
+        const uint16_t* const numbers = reinterpret_cast<const uint16_t*>(of_row);
+        bits[0] = numbers[0], bits[1] = numbers[8];
+      };
+#pragma unroll
+      for (int i = 0; i < kUnitGroups; ++i) {
+        const int group = unit * S::kUnitSteps / kGroupSteps + i;
+        const int at = (S::kFlushes == 4 ? group * stage_groups / 4 : group) * S::kOutputs + of_tile;
+        load_pair(data + S::kScalesAt + at * 2, group_scales[i]);
+        if (!S::kZeros) {
+          load_pair(data + offsets_at + at * 2, group_shifts[i]);
+        } else if (bytes) {
+          group_shifts[i][0] = data[S::kZerosAt + at], group_shifts[i][1] = data[S::kZerosAt + at + 8];
+        } else {
+          load_pair(data + S::kZerosAt + at * 2, group_shifts[i]);
+        }
+      }
+    };
+    const auto set_affine = [&](int group) {
+      const auto pair = [](uint32_t bits) { return __byte_perm(bits, bits, 0x1010); };
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t shift = pair(group_shifts[group][i]);
+        if (S::kZeros && bytes) {
+          const float zero = static_cast<float>(group_shifts[group][i]);
+          shift = from_float2<X>(zero, zero);
+        }
+        affine[i] = Rounded::affine_of_pairs(pair(group_scales[group][i]), shift);
+        if (!S::kZeros) affine[i].offset = Rounded::fma(shift, offset_factor, 0x80008000u);
+      }
+    };
+    const auto convert_unit = [&](int unit) {
+#pragma unroll
+      for (int step = 0; step < S::kUnitSteps; step += kHalfSteps) {
+        const int first = unit * S::kUnitSteps + step;
+        if (first % kGroupSteps == 0) set_affine(step / kGroupSteps);
+        const uint4& both = words[kShared ? 0 : step / kVectorSteps];
+        const bool second = first / kHalfSteps % 2 == 1;
+        warpgroup::convert_half<X, S::kBits>(second ? both.z : both.x, second ? both.w : both.y,
+                                             warpgroup::Factors<S::kZeros>{affine[0]},
+                                             warpgroup::Factors<S::kZeros>{affine[1]}, codes[unit % 2] + step);
+      }
+    };
+    float (&sums)[kColumns / 2] = reinterpret_cast<float (&)[kColumns / 2]>(acc);
+#pragma unroll
+    for (float& sum : acc) sum = 0.f;
+    const auto multiply_unit = [&](uint64_t x, int unit) {
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < S::kUnitSteps; ++i) {
+        const int step = unit * S::kUnitSteps + i;
+        const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
+        if constexpr (C::kBf16) {
+          ptx::Wgmma<kColumns>::bf16(sums, codes[unit % 2][i], operand_x, true);
+        } else {
+          ptx::Wgmma<kColumns>::f16(sums, codes[unit % 2][i], operand_x, true);
+        }
+      }
+      ptx::wgmma_commit();
+    };
+
+    const uint8_t* data = ring.stage();
+    load_unit(data, 0);
+    convert_unit(0);
+    int before = 0;  // the slot of the stage before
+#pragma unroll 1
+    for (int index = 0; index < stages; ++index) {
+      const uint64_t x = ptx::wgmma_descriptor(data);
+#pragma unroll
+      for (int unit = 0; unit < S::kUnits; ++unit) {
+        const bool last = unit + 1 == S::kUnits;
+        if (!last) load_unit(data, unit + 1);
+        multiply_unit(x, unit);
+        ptx::wgmma_wait<1>();
+        if (unit == 0 && index > 0) ring.release(before);
+        if (!last) {
+          convert_unit(unit + 1);
+        } else {
+          before = ring.at.slot;
+          ring.at.advance();
+          if (index + 1 == stages) break;
+          ring.wait_full();
+          data = ring.stage();
+          load_unit(data, 0);
+          convert_unit(0);
+        }
+      }
+    }
+    ptx::wgmma_wait<0>();
+    ring.release(before);
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void multiply_exact(const Params& params, const Tile& tile, Ring<S>& ring,
+                                                 float (&acc)[kSums]) const {
     constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
     constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
     constexpr int kVectors = kShared ? 1 : S::kUnitSteps / kVectorSteps;
@@ -376,6 +544,10 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     }
   }
 
+  // What sums of rounded weights are to be multiplied by.
+  static constexpr float kUnscale =
+      S::kRounded ? 1.f / wonly::Convert<warpgroup::RoundedShape<X, S::kBits, S::kZeros>>::kUnit : 1.f;
+
   // Writes them.
   __device__ __forceinline__ void finish(const MatmulArgs& args, const ragged::Plan& plan, const Tile& tile,
                                          float* staged, const float (&acc)[kSums]) const {
@@ -383,7 +555,9 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0) {
       float bias[2] = {};
       if (args.has_bias) Base::load_bias(args, tile.expert, n0, bias);
-      const auto pack = [&](int i) { return from_float2<X>(acc[i] + bias[i % 4 / 2], acc[i + 1] + bias[i % 4 / 2]); };
+      const auto pack = [&](int i) {
+        return from_float2<X>(fmaf(acc[i], kUnscale, bias[i % 4 / 2]), fmaf(acc[i + 1], kUnscale, bias[i % 4 / 2]));
+      };
       int places[S::kTileRows / 16];  // all on their way at once, where they are loads
 #pragma unroll
       for (int i = 0; i < S::kTileRows / 16; ++i) {
@@ -393,7 +567,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
                                                              staged, pack, [&](int i) { return places[i]; });
       return;
     }
-    const auto sums = [&](int i) { return make_float2(acc[i], acc[i + 1]); };
+    const auto sums = [&](int i) { return make_float2(acc[i] * kUnscale, acc[i + 1] * kUnscale); };
     Base::template store<S::kTileRows, kStagedRows>(args, n0, tile.rows, staged, sums,
                                                     [&](int i, int64_t n, const float (&values)[4]) {
                                                       finish4(args, tile.expert, plan.row(tile.first + i), n, values);
@@ -448,11 +622,11 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    ragged_warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap x_map) {
+    ragged_warpgroup_matmul(const __grid_constant__ Params params, const __grid_constant__ warpgroup::Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
   Ring<S> ring{shared};
-  if (threadIdx.x == S::kConsumers) ptx::prefetch_map(&x_map);
+  if (threadIdx.x == S::kConsumers) ptx::prefetch_map(&maps.x);
   if (threadIdx.x == 0) {
     uint64_t* const full = reinterpret_cast<uint64_t*>(shared);
     for (int i = 0; i < S::kStages; ++i) {
@@ -462,16 +636,28 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     ptx::barrier_init_fence();
   }
   __syncthreads();
-  const ragged::Plan plan = ragged::get_plan(params.work, shared + S::kPlanAt);
+  ragged::Plan plan = ragged::get_plan(params.work, shared + S::kPlanAt);
+  ragged::Span* const spans = ragged::own_spans(shared + S::kPlanAt);
+  // Tiles of few rows, and of eight bits, all wait for memory.
+  bool mixed = S::kBits == 4 && params.work.m > kAlikeRows * params.work.experts;
+  if (mixed && plan.spans == spans && params.work.experts <= kSortedExperts &&
+      params.work.m > kUnsortedRows * params.work.experts) {
+    mixed = !ragged::all_alike(spans, plan.span_count, S::kTileRows);
+    if (mixed) {
+      if (threadIdx.x < 32) ragged::sort_spans(spans, plan.span_count, S::kTileRows);
+      __syncthreads();
+      plan.spans += plan.span_count;
+    }
+  }
+  const Walk<S::kWarpgroups> walk(uniform(plan.tile_count) * params.output_blocks, mixed);
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= S::kWarpgroups * 4) {
     ptx::lower_registers<S::kProducerRegisters>();
-    produce<S>(params, &x_map, plan, ring, warp - S::kWarpgroups * 4);
+    produce<S>(params, maps, plan, walk, ring, warp - S::kWarpgroups * 4);
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
     const Consumer<S> consumer{{warp / 4, warp % 4}};
-    const Walk<S::kWarpgroups> walk(uniform(plan.tile_count) * params.output_blocks);
-    for (int index = blockIdx.x; index < walk.count; index += gridDim.x) consumer.run(params, plan, ring);
+    for (int turn = 0; turn < walk.rounds; ++turn) consumer.run(params, plan, ring);
   }
 #else
   __trap();
@@ -480,17 +666,35 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 
 template <typename S>
 cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream) {
-  CUtensorMap map;
-  MatmulArgs x = params.args;
+  warpgroup::Maps maps;
+  const MatmulArgs& args = params.args;
+  MatmulArgs x = args;
   x.m = params.work.m;
-  if (cudaError_t error = describe_activations(x, S::kBoxRows, &map); error != cudaSuccess) return error;
+  cudaError_t error = describe_activations(x, S::kBoxRows, &maps.x);
+  if (S::kRounded) {
+    const auto describe = [&](const void* data, DType type, int64_t batch_stride, CUtensorMap* map) {
+      const int64_t batch = batch_stride == 0 ? 1 : params.work.experts;
+      return describe_rows(data, element_size(type), args.n, args.groups, batch, S::kOutputs, params.stage_groups, map);
+    };
+    if (error == cudaSuccess) error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
+    if (error == cudaSuccess && args.shift_mode != ShiftMode::kNone) {
+      error = describe(args.shift, args.shift_dtype, args.shift_batch_stride, &maps.shifts);
+    }
+  }
+  if (error != cudaSuccess) return error;
   params.output_blocks = static_cast<int>(ceil_div(params.args.n, S::kOutputs));
   LaunchShape shape;
   const int64_t most = ragged::most_tiles(params.work) * params.output_blocks * S::kWarpgroups;
   shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(multiprocessors, most)));
   shape.threads = S::kThreads;
-  shape.shared_bytes = S::kPlanAt + ragged::plan_bytes(params.work.experts);
-  return launch_kernel(ragged_warpgroup_matmul<S>, shape, stream, params, map);
+  const int experts = params.work.experts;
+  shape.shared_bytes = S::kPlanAt + ragged::plan_bytes(experts <= kSortedExperts ? 2 * experts + 1 : experts);
+  return launch_kernel(ragged_warpgroup_matmul<S>, shape, stream, params, maps);
+}
+
+inline Kind kind_of(const MatmulArgs& args, int tile_rows) {
+  if (rounds(args, tile_rows)) return args.shift_mode == ShiftMode::kZeros ? Kind::kRoundedAndZeros : Kind::kRounded;
+  return warpgroup::is_plain(args) ? Kind::kPlain : Kind::kOther;
 }
 
 template <typename X>
@@ -499,33 +703,42 @@ cudaError_t launch_typed(const MatmulArgs& args, const ragged::Work& work, int m
   params.args = args;
   params.work = work;
   params.log2_group_blocks = log2_group_blocks(args);
-  const bool plain = warpgroup::is_plain(args), low = work.tile_rows == kLowRows;
-  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
-  if (plain && params.log2_group_blocks < 0) params.log2_group_blocks = 30;  // every stage has the first group's
-  const auto select = [&](auto bits, auto flushes) {
-    constexpr int kBits = bits.value, kFlushes = flushes.value;
-    const auto launch = [&](auto warpgroups, auto is_plain) {
-      return launch_shape<Shape<X, kBits, warpgroups.value, kFlushes, is_plain.value>>(params, multiprocessors, stream);
-    };
-    constexpr std::integral_constant<int, kLowWarpgroups> four;
-    constexpr std::integral_constant<int, kHighWarpgroups> two;
-    if constexpr (kBits == 4) {
-      if (low && plain) return launch(four, std::true_type{});
-    }
-    if (!low && plain) return launch(two, std::true_type{});
-    if constexpr (kBits == 4 && kFlushes == 1) {
-      if (low) return launch(four, std::false_type{});
-    } else {
-      if (!low) return launch(two, std::false_type{});
-    }
-    return cudaErrorInvalidConfiguration;
+  const int log2 = params.log2_group_blocks;
+  params.stage_groups = log2 == 0 ? 4 : log2 == 1 ? 2 : 1;
+  const bool low = work.tile_rows == kLowRows, small_groups = params.stage_groups > 1;
+  const Kind kind = kind_of(args, work.tile_rows);
+  if (kind != Kind::kOther && log2 < 0) params.log2_group_blocks = 30;  // every stage has the first group's
+  const auto launch = [&](auto bits, auto warpgroups, auto flushes, auto of_kind) {
+    using S = Shape<X, bits.value, warpgroups.value, flushes.value, of_kind.value>;
+    return launch_shape<S>(params, multiprocessors, stream);
   };
-  const auto select_flushes = [&](auto bits) {
-    return small_groups ? select(bits, std::integral_constant<int, 4>{})
-                        : select(bits, std::integral_constant<int, 1>{});
-  };
-  return args.bits == 4 ? select_flushes(std::integral_constant<int, 4>{})
-                        : select_flushes(std::integral_constant<int, 8>{});
+  constexpr std::integral_constant<int, 4> four;
+  constexpr std::integral_constant<int, 8> eight;
+  constexpr std::integral_constant<int, 1> once;
+  constexpr std::integral_constant<int, kLowWarpgroups> flat;
+  constexpr std::integral_constant<int, kHighWarpgroups> high;
+  constexpr std::integral_constant<Kind, Kind::kPlain> plain;
+  constexpr std::integral_constant<Kind, Kind::kOther> other;
+  constexpr std::integral_constant<Kind, Kind::kRounded> rounded;
+  constexpr std::integral_constant<Kind, Kind::kRoundedAndZeros> zeros;
+  if (args.bits == 8) {
+    if (low) return cudaErrorInvalidConfiguration;
+    if (small_groups) {
+      return kind == Kind::kPlain ? launch(eight, high, four, plain) : launch(eight, high, four, other);
+    }
+    return kind == Kind::kPlain ? launch(eight, high, once, plain) : launch(eight, high, once, other);
+  }
+  if (kind == Kind::kRounded) {
+    if (low) return launch(four, flat, four, rounded);
+    return small_groups ? launch(four, high, four, rounded) : launch(four, high, once, rounded);
+  }
+  if (kind == Kind::kRoundedAndZeros) return low ? launch(four, flat, four, zeros) : launch(four, high, four, zeros);
+  if (kind == Kind::kPlain && small_groups) {
+    return low ? launch(four, flat, four, plain) : cudaErrorInvalidConfiguration;  // high tiles round
+  }
+  if (kind == Kind::kPlain) return low ? launch(four, flat, once, plain) : launch(four, high, once, plain);
+  if (low) return small_groups ? cudaErrorInvalidConfiguration : launch(four, flat, once, other);
+  return small_groups ? launch(four, high, four, other) : cudaErrorInvalidConfiguration;
 }
 
 }  // namespace wonly::ragged_warpgroup

@@ -7,8 +7,13 @@
 namespace wonly::ragged_warpgroup {
 
 constexpr int kLowRows = 64, kHighRows = 128;  // of a tile
+constexpr int kMoreRows = 384;                 // of an expert, where ragged_tiled has more to do than usual
 
 bool supports(const MatmulArgs& args);
+
+// Whether `launch`, for a plan with tiles of so many rows, rounds weights to the type of the activations: four bits
+// with zeros or offsets of that type, and high tiles of groups of 32 or 64. Scales are of that type.
+bool rounds(const MatmulArgs& args, int tile_rows);
 
 // Which of them the plan for `launch` should have, where `rows` are spread over `experts` experts; 0 where other
 // kernels are expected to be faster.

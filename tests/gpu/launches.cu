@@ -194,7 +194,7 @@ void ragged_products() {
   for (const bool transposed : {false, true}) {
     for (const DType type : kTypes) {
       for (const int bits : {4, 8}) {
-        for (const int64_t m : {3, 20, 60, 110, 230, 600}) {
+        for (const int64_t m : {3, 20, 60, 110, 230, 600, 1600}) {
           for (const bool ids : {false, true}) {
             Case c;
             const int scheme = !transposed && bits == 4 && type != DType::kF32 ? seen % 5 : seen % 4;

@@ -20,9 +20,14 @@ import jax_wonly as jw
 pytestmark = pytest.mark.gpu
 
 
-def held_to(x, rows, experts):
-    """The implementation whose bounds hold: with many rows of an expert weights are rounded to 16-bit activations'."""
-    return None if x.dtype.itemsize == 2 and rows >= 48 * experts else "cuda"
+def held_to(x, weight, rows):
+    """The implementation whose bounds hold: with many rows of an expert weights are rounded to 16-bit activations', and
+    from half a row on those of four bits with scales of that type and groups of 32 or 64, float zeros or offsets."""
+    qt = weight.qt
+    experts = len(qt.scales)
+    floats = qt.offsets is not None or (qt.zeros is not None and qt.zeros.dtype != jnp.uint8)
+    rounds = qt.bits == 4 and qt.scales.dtype == x.dtype and (floats or qt.group_size <= 64) and 2 * rows >= experts
+    return None if x.dtype.itemsize == 2 and (rounds or rows >= 48 * experts) else "cuda"
 
 
 # Few and many rows of an expert, which different kernels take; odd shapes, and such as the copy engines accept.
@@ -41,11 +46,11 @@ def test_kernels(rng, bits, mode):
             sizes, ids = sizes_of(rng, experts, rows)
             x = random_x(rng, (rows, k), dtype)
             y = jw.ragged_dot(x, weight.qt, jnp.asarray(sizes), implementation="cuda", **epilogue)
-            assert_rows(y, x, weight, ids, implementation=held_to(x, rows, experts), **epilogue)
+            assert_rows(y, x, weight, ids, implementation=held_to(x, weight, rows), **epilogue)
             x = x[: max(rows // 3, 1), None]
             ids = rng.integers(-1, experts + 1, (x.shape[0], 3)).astype(np.int32)
             y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda", **epilogue)
-            assert_rows(y, x, weight, ids, implementation=held_to(x, ids.size, experts), **epilogue)
+            assert_rows(y, x, weight, ids, implementation=held_to(x, weight, ids.size), **epilogue)
 
 
 @pytest.mark.parametrize(("experts", "rows"), [(130, 900), (600, 40), (600, 3000), (2, 5000)])
@@ -58,30 +63,33 @@ def test_many_experts_and_rows(rng, experts, rows, dtype):
     sizes, ids = sizes_of(rng, experts, rows)
     x = random_x(rng, (rows, 32), dtype)
     y = jw.ragged_dot(x, weight.qt, jnp.asarray(sizes), implementation="cuda")
-    assert_rows(y, x, weight, ids, implementation=held_to(x, rows, experts))
+    assert_rows(y, x, weight, ids, implementation=held_to(x, weight, rows))
     order = rng.permutation(rows)
     shuffled = jw.gather_matmul(x[order], weight.qt, jnp.asarray(ids[order]), implementation="cuda")
-    assert_rows(shuffled, x[order], weight, ids[order], implementation=held_to(x, rows, experts))
+    assert_rows(shuffled, x[order], weight, ids[order], implementation=held_to(x, weight, rows))
 
 
 # For each expert as many on average as low tiles, high ones, and tiles with rounded weights are taken for.
-ROWS = [[16, 0, 17, 33, 49, 64, 65, 1, 97, 128, 30], [96, 0, 97, 129, 90, 65, 160, 128, 1, 31, 10], [0, 700, 256, 64]]
+ROWS = [[16, 0, 17, 33, 49, 64, 65, 1, 97, 128, 30], [96, 0, 97, 129, 90, 65, 160, 128, 1, 31, 10], [0, 1700, 256, 64]]
 
 
 @pytest.mark.parametrize("sizes", ROWS)
-@pytest.mark.parametrize("group_size", [32, 128, None])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize(("bits", "floats"), [(4, False), (4, True), (8, False)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_tens_of_rows(rng, bits, group_size, sizes, dtype):
+def test_tens_of_rows(rng, bits, floats, group_size, sizes, dtype):
     """Tiles of every height, and the same bits for the rows of one expert alone, whose tiles CTAs share."""
-    experts, rows, k, n = len(sizes), sum(sizes) + 9, 384 if group_size == 128 else 352, 528
-    mode, scales = ["symmetric", "integer_zeros"][rng.integers(2)], [dtype, "float32"][rng.integers(2)]
+    experts, rows, k, n = len(sizes), sum(sizes) + 9, {64: 448, 128: 384}.get(group_size, 352), 528
+    if floats:
+        mode, scales = ["offsets", "float_zeros"][rng.integers(2)], dtype
+    else:
+        mode, scales = ["symmetric", "integer_zeros"][rng.integers(2)], [dtype, "float32"][rng.integers(2)]
     options = {"bits": bits, "group_size": group_size, "mode": mode, "scale_dtype": scales}
     weight = random_weight(rng, k, n, lead=(experts,), **options)
     ids = np.repeat(np.arange(experts + 1), [*sizes, 9])
     x = random_x(rng, (rows, k), dtype)
     y = jw.ragged_dot(x, weight.qt, jnp.asarray(sizes, jnp.int32), implementation="cuda")
-    implementation = held_to(x, rows, experts)
+    implementation = held_to(x, weight, rows)
     assert_rows(y, x, weight, ids, implementation=implementation)
     order = rng.permutation(rows)
     shuffled = jw.gather_matmul(x[order], weight.qt, jnp.asarray(ids[order], jnp.int32), implementation="cuda")
@@ -132,7 +140,7 @@ def test_scales_of_any_size(rng):
         x = random_x(rng, (rows, 1024), "bfloat16")
         ids = rng.integers(0, 2, rows)
         y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda")
-        assert_rows(y, x, weight, ids, implementation=held_to(x, rows, 2))
+        assert_rows(y, x, weight, ids, implementation=held_to(x, weight, rows))
 
 
 def test_rows_known_on_the_device_only(rng):
