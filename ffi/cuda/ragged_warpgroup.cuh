@@ -103,11 +103,12 @@ struct Walk {
   bool mixed;
 
   __device__ Walk(int tiles, bool mixed) : mixed(mixed) {
-    const int grid = static_cast<int>(gridDim.x), last = tiles % grid;
-    whole = tiles - last;
+    const int grid = static_cast<int>(gridDim.x);
+    rounds = tiles / grid;
+    whole = rounds * grid;
+    const int last = tiles - whole;
     parts = last * kWarpgroups <= grid ? kWarpgroups : last * 2 <= grid ? 2 : 1;
     count = whole + last * parts;
-    rounds = whole / grid;
     rounds += place(rounds) < count;
   }
   // This CTA's of a turn.
