@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   const typename S::Source source(params.source, args, shared + S::kSourceAt);
   __syncthreads();
-  if (params.cluster > 1) ptx::cluster_share();
+  // Others of the cluster copy to here before they meet at the end.
+  if (params.partners == 2) ptx::cluster_share();
   const Cta<S> cta{params, dy_map, dy_last, source, full, empty, ring, warp, lane, rank, ptx::cluster_index()};
 
   if (warp >= kWarps) {

@@ -38,11 +38,10 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 }
 // Without a branch.
 __device__ __forceinline__ void barrier_arrive_if(uint64_t* barrier, bool arrives) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(
-          shared_address(barrier)),
-      "r"(static_cast<int>(arrives))
-      : "memory");
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(
+                   shared_address(barrier)),
+               "r"(static_cast<int>(arrives))
+               : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
   asm volatile(

@@ -159,6 +159,11 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
   const int scale_row = cta.params.log2_group_blocks == 2 ? cta.warp / 4 * (S::kTiles - 1) : 0;
   const int scales_at = S::kScalesAt + scale_row * S::kScaleBytes + cta.lane / 8 * 16;
 
+  // In registers: the compiler would find them again for each stage.
+  const bool here = ptx::arrives(cta.lane);
+  int own[5] = {words_at, scales_at, here, here && cta.params.partners == 2, item.split ? cta.rank : cta.rank ^ 1};
+  ptx::keep(own);
+
   // What the weights of a stage, which has landed, are products of.
   uint32_t numbers[kAtomsPerTile][kMoved][kPairs], scales[2 * kAtomsPerTile];
   const auto load = [&] {
@@ -167,7 +172,7 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
     uint32_t words[kAtomsPerTile][kWords];
 #pragma unroll
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-      const uint8_t* const of_atom = from + words_at + atom * kAtomWords * 4;
+      const uint8_t* const of_atom = from + own[0] + atom * kAtomWords * 4;
       if constexpr (kWords == 4) {
         const uint4 four = *reinterpret_cast<const uint4*>(of_atom);
         words[atom][0] = four.x, words[atom][1] = four.y, words[atom][2] = four.z, words[atom][3] = four.w;
@@ -179,7 +184,7 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
 #pragma unroll
     for (int two = 0; two < kAtomsPerTile; two += 2) {
       uint32_t of_two[4];
-      ptx::load_matrices(of_two, ptx::shared_address(from) + scales_at + two * kAtomN * 2);
+      ptx::load_matrices(of_two, ptx::shared_address(from) + own[1] + two * kAtomN * 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) scales[two * 2 + i] = of_two[i];
     }
@@ -216,8 +221,10 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
       }
     }
   };
+  const uint64_t first_dy = ptx::wgmma_descriptor(cta.ring + S::kDyAt);
+  const uint32_t high = first_dy >> 32, low = static_cast<uint32_t>(first_dy);
   const auto multiply = [&](const uint32_t (&with)[kAtomsPerTile][S::kTiles][4], bool first) {
-    const uint64_t dy = ptx::wgmma_descriptor(cta.ring + at.slot * S::kStageBytes + S::kDyAt);
+    const uint64_t dy = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
     ptx::wgmma_fence();
 #pragma unroll
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
@@ -237,16 +244,18 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
   // Once the registers of the weights before the last may be written nothing is left to do but to scale, as the tensor
   // cores may be waiting already: all else happens while products run.
   uint32_t weights[2][kAtomsPerTile][S::kTiles][4];
-  RingPosition<S::kStages> done = at;  // the first stage that has not been released
+  int done = at.slot < 2 ? at.slot + S::kStages - 2 : at.slot - 2;  // the slot of the stage before the last
+  const auto release = [&](bool filled) {
+    __syncwarp();
+    ptx::barrier_arrive_twice(cta.empty + done, filled && own[2], filled && own[3], own[4]);
+    if (++done == S::kStages) done = 0;
+  };
   load();
   int stage = item.begin;
   const auto next = [&](uint32_t (&of_stage)[kAtomsPerTile][S::kTiles][4]) {
     scale(of_stage);
     multiply(of_stage, stage == item.begin);
-    if (stage >= item.begin + 2) {
-      cta.release(item, done.slot);
-      done.advance();
-    }
+    release(stage >= item.begin + 2);
     at.advance();
     if (stage + 1 < item.end) load();
     ptx::wgmma_wait<1>();
@@ -256,7 +265,8 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
   while (next(weights[0]) && next(weights[1])) {
   }
   ptx::wgmma_wait<0>();
-  for (; done.slot != at.slot; done.advance()) cta.release(item, done.slot);
+  release(item.end - item.begin >= 2);
+  release(true);
 }
 
 }  // namespace wonly::transposed_warpgroup
