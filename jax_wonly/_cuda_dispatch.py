@@ -39,7 +39,7 @@ _TRANSPOSED_TOKENS_FLOAT32 = 256
 # Tokens of a tile of quantized activations, and microseconds of 128 inputs, with one scale for a row or with blocks.
 _QUANTIZED_TOKENS = 256
 _QUANTIZED_ROWS = 0.66
-_QUANTIZED_BLOCKS = 1.17
+_QUANTIZED_BLOCKS = 1.1
 
 
 _SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)

@@ -6,11 +6,14 @@
 // become signed bytes in one to six instructions for four of them: they lose their zero where it is an integer that
 // leaves a byte, and four bits become e4m3 by their sign, for a nibble is an e4m3 number in units of 2^-9.
 //
-// kRows: a row of x and an output have one scale each. int8 sums stay integers to the end, and are exact. kBlocks: the
-// sums of a stage are scaled into float32 ones, a quarter of the tokens at a time: registers hold two such parts, one
-// of which the tensor cores make while the other is scaled. Sums of e4m3 products, which the tensor cores keep to 14
-// bits or so, are added in float32 after every stage in either case. kShiftedBlocks: with the other three terms of (s_x
-// q + o_x) (s_w c + o_w), from the sums of both codes.
+// kRows: a row of x and an output have one scale each. int8 sums stay integers to the end, and are exact. Sums of e4m3
+// products, which the tensor cores keep to 14 bits or so, are added in float32 after every stage. kBlocks: the sums of
+// a stage are added to float32 ones, a part of the tokens at a time: registers hold two such parts, one of which the
+// tensor cores make while the other is added. What the sums are multiplied by, the products of an output's scale and a
+// token's, the tensor cores make too: three pieces of bfloat16 are a float32 scale, and eight products of pieces what
+// there is of two of them. So they need not be read from shared memory, which copies and operands keep busy, and each
+// sum takes one conversion and one multiply-add. kShiftedBlocks: scaled sums with the other three terms of (s_x q +
+// o_x) (s_w c + o_w), from the sums of both codes, a quarter of the tokens at a time.
 #pragma once
 
 #include <type_traits>
@@ -51,6 +54,7 @@ struct Shape {
   static_assert(!kFloat8 || kBits == 4);
   static constexpr bool kRows = kMode == Mode::kRows;
   static constexpr bool kExact = kRows && !kFloat8;  // sums are integers to the end
+  static constexpr bool kBlocks = kMode == Mode::kBlocks;
   static constexpr bool kShifted = kMode == Mode::kShiftedBlocks;
   static constexpr bool kSixteenfold = kMode == Mode::kBlocks && kBits == 4 && !kFloat8;  // where 8 is the zero of all
   static constexpr int kStepWords = kBits / 2;            // of 32 inputs, for a lane's two outputs
@@ -58,9 +62,10 @@ struct Shape {
   static constexpr int kXBytes = kTokens * kStageK;
   static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
   static constexpr int kFactorsAt = kXBytes + kWarpgroups * kWeightBytes;
-  static constexpr int kTokensAt = kFactorsAt + (kRows ? 0 : kOutputs * static_cast<int>(sizeof(Factor)));
-  static constexpr int kTokenArrays = kRows ? 0 : kShifted ? 3 : 1;  // scale; sum, offset
-  static constexpr int kStageBytes = kTokensAt + kTokenArrays * kTokens * 4;
+  static constexpr int kLiftsAt = kFactorsAt + (kRows ? 0 : kOutputs * static_cast<int>(sizeof(Factor)));
+  static constexpr int kTokensAt = kLiftsAt + (kBlocks && kBits == 4 ? kOutputs * 4 : 0);
+  static constexpr int kTokenArrays = kBlocks ? 4 : kShifted ? 3 : 0;  // pieces of the scale; scale, sum, offset
+  static constexpr int kStageBytes = (kTokensAt + kTokenArrays * kTokens * 4 + 1023) / 1024 * 1024;
   static constexpr int kGatherWarps = kRows ? 0 : 3;  // of the producer's: one of factors, two of tokens
   static constexpr int kStagedBytes = kWarpgroups * kStagedTokens * tiles::kStagedStride * 4;
   static constexpr int kRowBytes = kRows ? kWarpgroups * 3 * kTokens * 4 : 0;  // scale, sum and offset of the tokens
@@ -69,7 +74,7 @@ struct Shape {
   static constexpr int kStagedAt = tiles::kBarrierBytes + kStages * kStageBytes;
   static constexpr int kRowsAt = kStagedAt + kStagedBytes;
   static constexpr int kSharedBytes = kRowsAt + kRowBytes;
-  static_assert(kStageBytes % 1024 == 0 && kStages >= 4);
+  static_assert(kStages >= 4);
   static_assert(kStagedTokens * tiles::kStagedStride * 4 >= tiles::kChunkRows * kTileN * 2);
 };
 
@@ -109,6 +114,25 @@ __device__ __forceinline__ Factor factor_of(const MatmulArgs& args, float scale,
   to.lift = static_cast<uint32_t>(128 - static_cast<int>(zero)) * 0x01010101u;
   return to;
 }
+
+// A float32 scale as the sum of three numbers of 16 bits, and these as the operands of a product of scales: over eight
+// inputs, in which all pieces of one meet those of the other but for the smallest two.
+struct Pieces {
+  __nv_bfloat16 high, middle, low;
+
+  __device__ explicit Pieces(float scale) {
+    high = __float2bfloat16(scale);
+    const float rest = scale - __bfloat162float(high);
+    middle = __float2bfloat16(rest);
+    low = __float2bfloat16(rest - __bfloat162float(middle));
+  }
+  __device__ uint4 of_output() const {
+    return {pack_pair(high, high), pack_pair(high, middle), pack_pair(middle, middle), pack_pair(low, low)};
+  }
+  __device__ uint4 of_token() const {
+    return {pack_pair(high, middle), pack_pair(low, high), pack_pair(middle, low), pack_pair(high, middle)};
+  }
+};
 
 // Sixteen times a packed word's codes of four bits less 8, as signed_bytes: a nibble in the upper half of a byte, with
 // its highest bit the other way, is that.
@@ -220,12 +244,20 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
               for (int next = 0; next < 2; ++next) {
                 if (stage + next == stages) break;
                 ring.wait_empty();
-                Factor* to = reinterpret_cast<Factor*>(ring.stage() + S::kFactorsAt) + lane;
+                Factor* const to = reinterpret_cast<Factor*>(ring.stage() + S::kFactorsAt) + lane;
 #pragma unroll
                 for (int i = 0; i < kEach; ++i) {
                   float of_shift = 0.f;
                   if constexpr (kShift) of_shift = to_float(shift[next][i]);
-                  to[32 * i] = factor_of<S>(args, to_float(scale[next][i]), of_shift);
+                  const Factor factor = factor_of<S>(args, to_float(scale[next][i]), of_shift);
+                  if constexpr (S::kBlocks) {
+                    reinterpret_cast<uint4*>(to)[32 * i] = Pieces(factor.scale).of_output();
+                    if constexpr (S::kBits == 4) {
+                      reinterpret_cast<uint32_t*>(ring.stage() + S::kLiftsAt)[lane + 32 * i] = factor.lift;
+                    }
+                  } else {
+                    to[32 * i] = factor;
+                  }
                 }
                 ring.fill(lane);
                 ring.advance();
@@ -251,6 +283,46 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
           with_shift(__nv_bfloat16{});
         } else {
           with_shift(float{});
+        }
+      } else if constexpr (S::kBlocks) {
+        // Scales of the tokens, of several stages at a time: each of a warp's loads takes a wavefront for every token.
+        constexpr int kEach = kTokens / 64, kRun = 4;
+        const int first = (producer - 2) * (kTokens / 2) + lane;
+        const bool vectors = params.log2_x_group_stages == 0 && all.x_groups % kRun == 0 &&
+                             reinterpret_cast<uintptr_t>(all.x_scales) % 16 == 0;
+        for (int index = cluster; index < params.tiles; index += clusters) {
+          const Tile tile = tile_at(index);
+          const int64_t token = tile.m0 + first;
+          const int left = static_cast<int>(min(args.m - token, int64_t{kTokens}));
+          const float* const scales = all.x_scales + tile.batch * all.x_scales_batch_stride + token * all.x_groups;
+          float values[kEach][kRun] = {};
+          for (int stage = 0; stage < stages; stage += kRun) {
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+              if (32 * i >= left || (stage > 0 && params.log2_x_group_stages < 0)) continue;
+              const float* const from = scales + i * 32 * all.x_groups;
+              if (vectors) {
+                const float4 four = __ldg(reinterpret_cast<const float4*>(from + stage));
+                values[i][0] = four.x, values[i][1] = four.y, values[i][2] = four.z, values[i][3] = four.w;
+              } else {
+#pragma unroll
+                for (int j = 0; j < kRun; ++j) {
+                  values[i][j] = __ldg(from + group_of(min(stage + j, stages - 1), params.log2_x_group_stages));
+                }
+              }
+            }
+#pragma unroll
+            for (int j = 0; j < kRun; ++j) {
+              if (stage + j == stages) break;
+              ring.wait_empty();
+              uint4* const to = reinterpret_cast<uint4*>(ring.stage() + S::kTokensAt) + first;
+#pragma unroll
+              for (int i = 0; i < kEach; ++i) to[32 * i] = Pieces(values[i][j]).of_token();
+              ptx::fence_shared_for_async();  // wgmma reads them
+              ring.fill(lane);
+              ring.advance();
+            }
+          }
         }
       } else {
         // Scales of the tokens, sums and offsets, likewise.
@@ -371,7 +443,8 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
         }
       };
       // Their codes as operands.
-      const auto convert_step = [&](int stage, int step, const uint32_t (&words)[S::kStepWords], uint32_t (&to)[4]) {
+      const auto convert_step = [&](int stage, int step, const uint32_t (&words)[S::kStepWords], uint32_t (&to)[4],
+                                    bool sixteenfold = false) {
         if (S::kBits == 4 && sixteenfold) {
           sixteenfold_bytes(words[0], to[0], to[2]);
           sixteenfold_bytes(words[1], to[1], to[3]);
@@ -436,6 +509,96 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
         }
         ptx::wgmma_wait<0>();
         ring.release(last_slot, lane, kCluster);
+      } else if constexpr (S::kBlocks) {
+        using Sum = std::conditional_t<S::kFloat8, float, int>;
+        constexpr int kPart = 32, kParts = kTokens / kPart;
+        Sum sums[2][kPart / 2];
+        float scales[2][kPart / 2];
+        uint32_t words[kSteps][S::kStepWords], codes[kSteps][4];
+        uint32_t output_scales[4] = {};  // their scales; there are eight inputs, not sixteen
+        // Descriptors are added to, not made anew: the compiler must not see what they consist of.
+        uint64_t x = ptx::wgmma_descriptor(ring.stages);
+        uint64_t token_scales = ptx::wgmma_descriptor_unswizzled(ring.stages + S::kTokensAt, 0, 128);
+        asm volatile("" : "+l"(x), "+l"(token_scales));
+        const auto multiply = [&](int slot, int part) {
+          Sum(&to)[kPart / 2] = sums[part % 2];
+          float (&scale)[kPart / 2] = scales[part % 2];
+          const auto at = static_cast<unsigned>(slot * (S::kStageBytes >> 4));
+          ptx::keep(to);
+          ptx::keep(scale);
+          ptx::wgmma_fence();
+          ptx::Wgmma<kPart>::bf16(scale, output_scales, token_scales + at + part * kPart, false);
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
+            const uint64_t inputs = x + at + (part * kPart * kStageK + i * 32 >> 4);
+            if constexpr (S::kFloat8) {
+              ptx::WgmmaBytes<kPart>::e4m3(to, codes[i], inputs, i > 0);
+            } else {
+              ptx::WgmmaBytes<kPart>::s8(to, codes[i], inputs, i > 0);
+            }
+          }
+          ptx::wgmma_commit();
+        };
+        const auto load = [&] {
+          const int row = me.warpgroup * kTileN + me.row();
+          const auto* const scale =
+              reinterpret_cast<const uint32_t*>(ring.stage() + S::kFactorsAt) + row * 4 + lane % 4;
+          output_scales[0] = scale[0];
+          output_scales[1] = scale[8 * 4];
+          if constexpr (S::kBits == 4) {
+            const auto* const lift = reinterpret_cast<const uint32_t*>(ring.stage() + S::kLiftsAt) + row;
+            factor[0].lift = lift[0];
+            factor[1].lift = lift[8];
+          }
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) load_step(i, words[i]);
+        };
+        const auto convert = [&](int stage) {
+          if (sixteenfold) {
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) convert_step(stage, i, words[i], codes[i], true);
+          } else {
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) convert_step(stage, i, words[i], codes[i]);
+          }
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) ptx::keep(codes[i]);  // before the first product, which they would hold up
+        };
+        ring.wait_full();
+        load();
+        convert(0);
+#pragma unroll 1
+        for (int stage = 0; stage < stages; ++stage) {
+          const int slot = ring.at.slot;
+          multiply(slot, 0);
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            if (part + 2 == kParts) {
+              // Here, where products are under way; after the last stage the same once more, which nobody uses.
+              if (stage + 1 < stages) ring.advance();
+              ring.wait_full();
+            }
+            if (part + 1 < kParts) {
+              multiply(slot, part + 1);
+              ptx::wgmma_wait<1>();
+            } else {
+              ptx::wgmma_wait<0>();
+              load();
+            }
+            Sum(&from)[kPart / 2] = sums[part % 2];
+            float (&scale)[kPart / 2] = scales[part % 2];
+            ptx::keep(from);
+            ptx::keep(scale);
+#pragma unroll
+            for (int i = 0; i < kPart / 2; ++i) {
+              float& to = acc[part * (kPart / 2) + i];
+              to = fmaf(static_cast<float>(from[i]), scale[i], to);
+            }
+          }
+          convert(stage + 1);
+          ring.release(slot, lane, kCluster);
+        }
+        ring.advance();
       } else {
         // A quarter of the tokens at a time: the tensor cores make the next sums while these are scaled.
         using Sum = std::conditional_t<S::kFloat8, float, int>;
@@ -508,23 +671,17 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
                   const float4 read = tokens[array * (kTokens / 4) + 4 * block];
                   to[0] = read.x, to[1] = read.y, to[2] = read.z, to[3] = read.w;
                 };
-                float scale[4], sum[4] = {}, offset[4] = {};
+                float scale[4], sum[4], offset[4];
                 four(0, scale);
-                if constexpr (S::kShifted) {
-                  four(1, sum);
-                  four(2, offset);
-                }
+                four(1, sum);
+                four(2, offset);
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
                   const int at = 8 * block + i, token = i / 4 * 2 + i % 2;
                   const Factor& with = factor[i / 2 % 2];
                   const float value = static_cast<float>(from[at]);
-                  if constexpr (S::kShifted) {
-                    to[at] = fmaf(scale[token], fmaf(value, with.scale, with.shift * sum[token]), to[at]);
-                    to[at] = fmaf(offset[token], of_weights[i / 2 % 2], to[at]);
-                  } else {
-                    to[at] = fmaf(value * with.scale, scale[token], to[at]);
-                  }
+                  to[at] = fmaf(scale[token], fmaf(value, with.scale, with.shift * sum[token]), to[at]);
+                  to[at] = fmaf(offset[token], of_weights[i / 2 % 2], to[at]);
                 }
               }
             }

@@ -110,6 +110,11 @@ WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 128, 64, 64, 65, 66)
 WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 256, 128, 128, 129, 130)
 
 template <>
+struct WgmmaBytes<32> {
+  WONLY_WGMMA_S8(32, 16, 16, 17, 18, 19, 20, 21)
+  WONLY_WGMMA_E4M3(32, 16, 16, 17, 18, 19, 20, 21)
+};
+template <>
 struct WgmmaBytes<64> {
   WONLY_WGMMA_S8(64, 32, 32, 33, 34, 35, 36, 37)
   WONLY_WGMMA_E4M3(64, 32, 32, 33, 34, 35, 36, 37)

@@ -98,6 +98,18 @@ def test_shapes(rng):
         check_product(rng, m=140, k=k, n=200, bits=8, **blocks | {"mode": mode})
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_blocks(rng, bits):
+    """Scales of all float32's bits and of many magnitudes, whose products tensor cores make from pieces."""
+    k, n = 768, 200
+    for m, x_group, group_size in ((140, 128, 128), (300, 256, 128), (33, None, 256), (70, 128, None)):
+        x = random_x(rng, (m, k), "float32") * jnp.asarray(10.0 ** rng.uniform(-9, 9, (m, 1)), jnp.float32)
+        weight = random_weight(rng, k, n, bits=bits, mode="symmetric", group_size=group_size, scale_dtype="float32")
+        values = quantize(x, x_group, "int8", True).values
+        y = jw.matmul(jw.quantize_activation(x, group_size=x_group), weight.qt, implementation="cuda")
+        assert_quantized_product(y, values, weight, out_dtype="float32", unit=2.0**-22)
+
+
 def test_batches(rng):
     """Stacked weights are the kernel's batch; with shared weights rows are more of M."""
     weight = random_weight(rng, 256, 72, bits=4, group_size=128, lead=(3,), scale_dtype="bfloat16")
@@ -126,9 +138,9 @@ def test_without_a_kernel(rng):
 def test_not_finite(rng):
     weight = random_weight(rng, 256, 64, bits=8)
     x = random_x(rng, (200, 256), "bfloat16").at[1, 5].set(jnp.nan).at[2, 7].set(jnp.inf)
-    for symmetric in (True, False):
-        how = jw.ActivationQuantization("int8", None, symmetric)
-        y = np.asarray(jw.matmul(x, weight.qt, activation_quantization=how), np.float32)
+    for group_size, symmetric in ((None, True), (None, False), (128, True)):
+        how = jw.ActivationQuantization("int8", group_size, symmetric)
+        y = np.asarray(jw.matmul(x, weight.qt, activation_quantization=how, implementation="cuda"), np.float32)
         assert np.isfinite(np.delete(y, [1, 2], 0)).all() and not np.isfinite(y[[1, 2]]).any()
 
 
