@@ -280,13 +280,26 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     }
   }
 
+  // Steps of 16 inputs that one 16-byte vector of words holds, whether two units share it, and vectors of a unit.
+  static constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;
+  static constexpr bool kShared = S::kUnitSteps < kVectorSteps;
+  static constexpr int kVectors = kShared ? 1 : S::kUnitSteps / kVectorSteps;
+
+  // This lane's words of a unit of the stage at `data`.
+  __device__ __forceinline__ void load_words(const uint8_t* data, int unit, uint4 (&words)[kVectors]) const {
+    if (kShared && unit % 2 != 0) return;
+    const uint4* const from =
+        reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + thread();
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
+    }
+  }
+
   // One unit is converted while the tensor cores work on the one before.
   template <int kColumns>
   __device__ __forceinline__ void multiply_rounded(const Params& params, Ring<S>& ring, float (&acc)[kSums]) const {
-    constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;  // steps of 16 inputs that one 16-byte vector of words holds
     constexpr int kHalfSteps = kVectorSteps / 2;
-    constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
-    constexpr int kVectors = kShared ? 1 : S::kUnitSteps / kVectorSteps;
     constexpr int kGroupSteps = kStageSteps / S::kFlushes, kUnitGroups = (S::kUnitSteps - 1) / kGroupSteps + 1;
     using Rounded = wonly::Convert<warpgroup::RoundedShape<X, S::kBits, S::kZeros>>;
     const MatmulArgs& args = params.args;
@@ -303,14 +316,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     uint4 words[kVectors];
     Affine affine[2];
     const auto load_unit = [&](const uint8_t* data, int unit) {
-      if (!kShared || unit % 2 == 0) {
-        const uint4* const from =
-            reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + thread();
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
-        }
-      }
+      load_words(data, unit, words);
       if (unit * S::kUnitSteps % kGroupSteps != 0) return;
       const auto load_pair = [](const uint8_t* of_row, uint32_t (&bits)[2]) {
         const uint16_t* const numbers = reinterpret_cast<const uint16_t*>(of_row);
@@ -407,9 +413,6 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
   template <int kColumns>
   __device__ __forceinline__ void multiply_exact(const Params& params, const Tile& tile, Ring<S>& ring,
                                                  float (&acc)[kSums]) const {
-    constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
-    constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
-    constexpr int kVectors = kShared ? 1 : S::kUnitSteps / kVectorSteps;
     const MatmulArgs& args = params.args;
     const int stages = static_cast<int>(ceil_div(args.k, kStageK));
     const int blocks = static_cast<int>(ceil_div(args.k, 32));
@@ -439,14 +442,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     uint32_t zero_bits[2], scale_bits[2];
     // Loads come some instructions before what they are for.
     const auto load_unit = [&](const uint8_t* data, int unit) {
-      if (!kShared || unit % 2 == 0) {
-        const uint4* const from =
-            reinterpret_cast<const uint4*>(data + S::kWeightsAt + warpgroup * S::kTiles * kTileBytes) + thread();
-#pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          words[i] = from[(unit * S::kUnitSteps / kVectorSteps + i) * (kTileBytes / 16)];
-        }
-      }
+      load_words(data, unit, words);
       if (has_zeros && (S::kFlushes > 1 || unit == 0)) {
         const uint8_t* const from = data + S::kZerosAt + unit * S::kOutputs + of_tile;
         zero_bits[0] = from[0], zero_bits[1] = from[8];
