@@ -41,8 +41,10 @@ def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
 MANY = (
     {"dtype": "float16"},
     {"mode": "integer_zeros"},
+    {"mode": "float_zeros"},
     {"mode": "offsets"},
     {"group_size": 32},
+    {"group_size": 64},
     {"group_size": None},
     {"bits": 8},
 )
@@ -50,11 +52,12 @@ MANY = (
 # Every number up to 64, then the middle and one more of what may be a kernel's tile.
 GRID = (*range(1, 65), *range(80, 257, 16), *range(97, 257, 32), *range(288, 513, 32), *range(300, 1025, 100))
 GRID = sorted({*GRID, 513, 640, 768, 897, 1024, 1281, 1536, 2048, 2500, 3000, 4096, 5555, 8192})
+MIDDLE = (129, 200, 257, 300, 400, 513, 600, 700, 800, 900, 1100, 1281, 1700, 2500, 3500, 5555)
 
 SUITES = {
     "decode": [case(k, n, m) for k, n in TABLE for m in (1, 2, 4, 8, 16, 32, 64)],
     "large": [case(k, n, m) for k, n in TABLE for m in (128, 256, 512, 1024, 2048, 4096, 8192)]
-    + [case(8192, 8192, 1024, **scheme) for scheme in MANY],
+    + [case(8192, 8192, m, **scheme) for m in (256, 1024, 4096) for scheme in MANY],
     "schemes": [
         case(8192, 8192, m, **scheme)
         for m in (1, 16, 64)
@@ -83,7 +86,7 @@ SUITES = {
     ]
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
-    "every": [case(k, n, m) for k, n in TABLE[1:3] for m in GRID],
+    "every": [case(8192, 8192, m) for m in GRID] + [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE],
     "other_architectures": [
         case(k, n, m) | {"implementation": "cuda"} for k, n in TABLE for m in (17, 32, 64, 128, 256, 512, 1024, 4096)
     ],

@@ -150,7 +150,6 @@ cudaError_t launch_bits(const ConvArgs& conv, const warpgroup::Config& config, c
     if (config.tokens == 112) return launch(two, integral_constant<int, 112>{});
     if (config.tokens == 128) return launch(two, integral_constant<int, 128>{});
     if (config.tokens == 160) return launch(two, integral_constant<int, 160>{});
-    if (config.tokens == 192) return launch(two, integral_constant<int, 192>{});
   }
   return cudaErrorInvalidConfiguration;
 }
