@@ -64,13 +64,17 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             numbers = costs.warpgroups_of(file["split_warpgroup"])
             for config, us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
                 yield ("warpgroup", *config), us
+            numbers = costs.resident_of(file, "split_resident")
+            if bits == 4 and m <= numbers.tokens // 2 and not scheme.floats:
+                for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
+                    yield ("resident", *config), us
             return
         table = mode == "table"
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
         for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, MULTIPROCESSORS, tiles):
             yield ("tiled", tokens, splits), us
         if not table:
-            resident = costs.resident_of(file["resident"])
+            resident = costs.resident_of(file, "resident")
             if bits == 4 and scheme.alike and m <= resident.tokens // (1 + scheme.floats):
                 for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, resident):
                     yield ("resident", *config), us

@@ -138,6 +138,7 @@ class Resident(NamedTuple):
     sums: float
     adding: float
     wide: float
+    rows: float
     clusters: tuple[Cluster, ...]
 
 
@@ -180,9 +181,11 @@ def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
     return WarpgroupCosts(**fields)
 
 
-def resident_of(values: dict) -> Resident:
+def resident_of(file: dict, name: str) -> Resident:
+    """``resident``, or ``split_resident`` for float32 activations."""
+    values = file["resident"]
     clusters = tuple(Cluster(*cluster) for cluster in values["clusters"])
-    return Resident(values["tokens"], **values["costs"], clusters=clusters)
+    return Resident(values["tokens"], **file[name]["costs"], clusters=clusters)
 
 
 BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
@@ -212,6 +215,7 @@ def warpgroup_times(
             (shape.tokens < costs.one_pass and m > shape.tokens)
             or shape.tokens >= 2 * m + 32
             or (ends > 1 and shape.group == 0)
+            or (shape.tokens == 8 and scheme.bits == 4)  # no kernel
         ):
             continue
         blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)
@@ -283,12 +287,17 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _resident_bytes(m: int, stages: int, passes: int, cluster: int, sums: bool) -> int:
+def _resident_bytes(m: int, stages: int, passes: int, cluster: int, scheme: Scheme) -> int:
     """Shared memory that a CTA has to have: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
     piece, tokens = 8, 16 if m > 8 else 8
     while 8 * piece < stages:
         piece *= 2
-    activations = _ceil(stages, piece) * piece * tokens * 256 + (stages * 256 if sums else 0)
+    columns = 16 if m > 4 else 8  # of float32 activations, two numbers each
+    activations = (
+        _ceil(stages, piece) * piece * (2 * m if scheme.split else tokens) * 256 + stages * 256 * scheme.floats
+    )
+    if scheme.split:
+        activations += (columns - 2 * m) * 128 + stages * columns * 2
     of_pass = max(4, cluster) * 4 * tokens * 64
     return 1024 + (max(activations, of_pass) if passes == 1 else activations + of_pass)
 
@@ -298,7 +307,12 @@ def resident_times(
 ) -> Iterator[tuple[tuple[int, int], float]]:
     """Of every configuration, (cluster, parts)."""
     atoms = _ceil(n, 16)
-    stage = costs.stages + costs.groups * (scheme.ends > 1) + costs.sums * scheme.floats + costs.wide * (m > 8)
+    stage = (
+        costs.stages
+        + costs.groups * (scheme.ends > 1)
+        + costs.sums * scheme.floats
+        + costs.wide * (m > (4 if scheme.split else 8))
+    )
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
         stages = _ceil(_ceil(k, 128), cluster.ctas)
@@ -306,8 +320,9 @@ def resident_times(
             continue
         part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
         passes = _ceil(part_atoms, 4)
-        if _resident_bytes(m, stages, passes, cluster.ctas, scheme.floats) > _SHARED_BYTES:
+        if _resident_bytes(m, stages, passes, cluster.ctas, scheme) > _SHARED_BYTES:
             continue
         us = costs.start + costs.adding * scheme.floats + cluster.start
         us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
+        us += costs.rows * m * each
         yield (cluster.ctas, parts), us + costs.words * part_atoms * stages / 16

@@ -45,7 +45,7 @@ _QUANTIZED_BLOCKS = 1.1
 _SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
 _DECODE = _cuda_costs.Decode(**_SM90["decode"])
 _STREAM = _cuda_costs.Stream(**_SM90["stream"])
-_RESIDENT = _cuda_costs.resident_of(_SM90["resident"])
+_RESIDENT, _SPLIT_RESIDENT = (_cuda_costs.resident_of(_SM90, name) for name in ("resident", "split_resident"))
 _WARPGROUPS, _SPLIT_WARPGROUPS, _CONV_WARPGROUPS = (
     _cuda_costs.warpgroups_of(_SM90[name]) for name in ("warpgroup", "split_warpgroup", "conv_warpgroup")
 )
@@ -121,13 +121,18 @@ def _decode_kernel(
     return group >= 128 or k % 128 == 0
 
 
-def _resident_kernel(m: int, k: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+def _resident_kernel(
+    m: int, k: int, n: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
+) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
     floats = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    if not has_warpgroups() or not 0 < m <= _RESIDENT.tokens // (1 + floats) or jnp.dtype(x_dtype).itemsize != 2:
+    split = jnp.dtype(x_dtype).itemsize == 4
+    tokens = _RESIDENT.tokens // (1 + (split or floats))
+    if not has_warpgroups() or bits != 4 or k % 64 or not 0 < m <= tokens or shift_mode == ShiftMode.TABLE:
         return False
-    shifts = shift_mode == ShiftMode.NONE or (shift_mode != ShiftMode.TABLE and shift_dtype in (jnp.uint8, x_dtype))
-    return bits == 4 and k % 64 == 0 and scale_dtype == x_dtype and shifts
+    if split:
+        return not floats and n * jnp.dtype(scale_dtype).itemsize % 4 == 0
+    return scale_dtype == x_dtype and (not floats or shift_dtype == x_dtype)
 
 
 def _warpgroup_kernel(k: int, n: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
@@ -190,13 +195,15 @@ def _decode_is_slower(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Sc
     if scheme.floats:
         return m > 1 and _DECODE.pairs * outputs <= k and 4 * -(-outputs // 16) <= 3 * _gpu()[1]
     weights = outputs * k * scheme.bits // 8
-    many = (outputs >= _DECODE.wide * k and weights >= _DECODE.rivalled) or weights >= _DECODE.heavy
+    wide = outputs >= _DECODE.wide * k and weights >= _DECODE.rivalled
+    many = wide or (weights >= _DECODE.heavy and not scheme.split)
     faster = batch >= _DECODE.entries or (m == 1 and scheme.ends < 4 and many)
     return not faster and _resident(m, k, n, batch, scheme) < math.inf
 
 
 def _resident(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
-    times = _cuda_costs.resident_times(m, k, n, batch, scheme, _gpu()[1], _RESIDENT)
+    costs = _SPLIT_RESIDENT if scheme.split else _RESIDENT
+    times = _cuda_costs.resident_times(m, k, n, batch, scheme, _gpu()[1], costs)
     return min((us for _, us in times), default=math.inf)
 
 
@@ -238,7 +245,7 @@ def kernel(
     As ``launch_matmul`` in ``ffi/cuda/matmul.cu``, which has the last word; here for where there is no GPU.
     """
     share, wanted = _gpu()[1] // batch, _gpu()[1] * 9 // 10  # multiprocessors for each of the batch
-    resident = _resident_kernel(m, k, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    resident = _resident_kernel(m, k, n, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
     scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     if (
         _decode_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
@@ -251,6 +258,8 @@ def kernel(
         and 2 * batch * min(-(-n // 16), share) >= wanted
     ):
         return "matmul_decode"
+    if resident and scheme.split and _resident(m, k, n, batch, scheme) < math.inf:
+        return "matmul_resident"
     wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
     by_warpgroups = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
     small_groups = k // groups in (32, 64) and groups > 1

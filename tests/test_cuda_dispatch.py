@@ -54,10 +54,20 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     assert kernel(3, 64) == resident
     # Two tokens and groups of 32 have kernels for 16-bit types alone.
     for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
-        other = "matmul_warpgroup" if warpgroups else "matmul_stream"
         for bits in (4, 8):
-            assert kernel(1, 32, **types, bits=bits) == kernel(2, 64, **types, bits=bits) == decode
-            assert kernel(2, 32, **types, bits=bits) == other
+            split = "x" in types and bits == 4
+            assert (
+                kernel(1, 32, **types, bits=bits)
+                == kernel(2, 64, **types, bits=bits)
+                == (resident if split else decode)
+            )
+            other = "matmul_resident" if split else "matmul_warpgroup"
+            assert kernel(2, 32, **types, bits=bits) == (other if warpgroups else "matmul_stream")
+    # float32 activations: one token of wide weights, and what is no integer.
+    assert [kernel(m, 128, x=jnp.float32) for m in (1, 2)] == [decode, resident]
+    assert kernel(1, 128, k=4096, n=4096, x=jnp.float32, scales=jnp.float16) == resident
+    assert kernel(2, 128, x=jnp.float32, mode=ShiftMode.ZEROS, shift=jnp.uint8) == resident
+    assert kernel(2, 128, x=jnp.float32, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == decode
     assert kernel(2, 32, bits=8) == decode
     # Half of a stage of 128 inputs at the end.
     assert kernel(1, 64, k=8256, n=8192) == resident and kernel(1, None, k=8256, n=16512) == decode
@@ -86,8 +96,22 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
         groups = k // group_size if group_size else 1
         return _cuda_dispatch.kernel(m, k, n, batch, bits, x, scales, mode, shift, groups=groups)
 
-    if not warpgroups or x == jnp.float32:
+    if not warpgroups:
         assert {kernel(m, 5120, 5120) for m in (3, 5, 8)} == {"matmul_stream"}
+        return
+    if x == jnp.float32:
+        for scales in (jnp.bfloat16, jnp.float16, jnp.float32):
+            for group_size in (None, 256, 128, 64, 32):
+                assert {kernel(m, 5120, 5120, group_size, scales=scales) for m in (3, 5, 8)} == {"matmul_resident"}
+        for n in (999, 1000, 1002):  # pairs of 16-bit scales, and rows that are 16-byte aligned
+            assert kernel(4, 1088, n, None) == kernel(4, 1088, n & ~1, scales=jnp.bfloat16) == "matmul_resident"
+        assert kernel(4, 1088, 1001, scales=jnp.bfloat16) == "matmul_stream"
+        assert kernel(4, 5120, 5120, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_resident"
+        assert kernel(4, 5120, 5120, mode=ShiftMode.ZEROS, shift=x) == "matmul_stream"
+        # Another kernel from nine tokens on, and where one CTA's part of the activations is too much to keep.
+        for m, k in ((9, 5120), (8, 28672)):
+            assert kernel(m, k, 5120) in ("matmul_warpgroup", "matmul_stream")
+        assert kernel(4, 5120, 5120, bits=8) in ("matmul_warpgroup", "matmul_stream")
         return
     for group_size in (None, 256, 128, 64, 32):
         assert {kernel(m, 5120, 5120, group_size) for m in (3, 5, 8)} == {"matmul_resident"}
@@ -185,9 +209,10 @@ def test_float32(monkeypatch, warpgroups):
         return name
 
     split = "matmul_warpgroup" if warpgroups else "matmul_stream"
-    decode = "matmul_decode" if warpgroups else "matmul_stream"
-    assert [kernel(m) for m in (1, 2, 3, 16, 17, 512, 513, 5000)] == [decode] * 2 + [split] * 6
-    assert kernel(8, 384, 1536) == kernel(8, 4096, 4096) == kernel(4, 8188, group_size=8188) == "matmul_stream"
+    resident = "matmul_resident" if warpgroups else "matmul_stream"
+    assert [kernel(m) for m in (1, 2, 3, 8, 9, 16, 17, 512, 513, 5000)] == [resident] * 4 + [split] * 6
+    assert kernel(8, 384, 1536) == kernel(8, 4096, 4096) == resident
+    assert kernel(9, 384, 1536) == kernel(4, 8188, group_size=8188) == "matmul_stream"
     assert kernel(17, 384, 1536) == kernel(17, 384, 1536, batch=3) == kernel(8, batch=2, bits=8) == split
     assert kernel(40, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=8208) == kernel(40, scales=jnp.bfloat16) == split
     assert kernel(40, n=8204) == kernel(40, n=8208, group_size=32) == split

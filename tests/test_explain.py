@@ -165,8 +165,9 @@ def test_kernels_on_cuda(monkeypatch):
     assert [kernel(4, 4096, n, **scheme) for n in (132 * 64, 132 * 64 + 8)] == ["matmul_stream", "matmul_warpgroup"]
     assert kernel(4, 4096, 132 * 64 + 8, bits=8) == "matmul_warpgroup"
     assert kernel(16, n=8196) == "matmul_resident"
-    assert kernel(16, n=8196, mode="offsets") == kernel(4, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
+    assert kernel(16, n=8196, mode="offsets") == kernel(12, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
     assert kernel(40, dtype=jnp.float32) == "matmul_warpgroup"
+    assert [kernel(m, dtype=jnp.float32) for m in (1, 8, 9)] == ["matmul_resident"] * 2 + ["matmul_warpgroup"]
     assert kernel(64, n=8196) == kernel(129, 4096, 14336) == "matmul_tiled"
     assert {kernel(40, mode=mode) for mode in modes} == {"matmul_warpgroup"}
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("8.0", 108))

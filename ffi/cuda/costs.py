@@ -64,6 +64,7 @@ def header() -> str:
             of_warpgroups("kWarpgroup", newer["warpgroup"]),
             of_warpgroups("kSplitWarpgroup", newer["split_warpgroup"]),
             f"inline constexpr resident::Costs kResident{row(newer['resident']['costs'].values())};\n",
+            f"inline constexpr resident::Costs kSplitResident{row(newer['split_resident']['costs'].values())};\n",
             array("warpgroup::ClusterCost", "kResidentClusters", newer["resident"]["clusters"]),
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),
             in_tiles("tiled::Cost", "kTable", newer["table"]),

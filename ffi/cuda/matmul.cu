@@ -75,7 +75,8 @@ bool decode_is_slower(const MatmulArgs& args, const Device& device) {
     return args.m > 1 && few && costs::kDecodePairs * outputs <= args.k;
   }
   const bool wide = outputs >= costs::kDecodeWide * args.k && weights >= costs::kDecodeRivalled;
-  const bool many = wide || weights >= costs::kDecodeHeavy;
+  // Of many inputs float32 ones take longer to prepare.
+  const bool many = wide || (weights >= costs::kDecodeHeavy && args.x_dtype != DType::kF32);
   if (args.batch >= costs::kDecodeEntries || (args.m == 1 && decode::stage_groups(args) < 4 && many)) return false;
   resident::Config config{};
   return resident::choose(args, device.multiprocessors, shared_share(device, 1), &config) > 0.f;
@@ -140,11 +141,11 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
                    : by_warpgroups ? warpgroup::choose(args, device.multiprocessors, of_warpgroups, &warpgroups)
                                    : stream_us(args);
   if (splits && args.m <= kStreamPass && us >= stream_us(args)) by_warpgroups = false;
-  if (device.architecture == 90 && resident::supports(args)) {
+  if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
     const float resident_us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
-    if (resident_us > 0.f && (streamed || resident_us < us))
+    if (resident_us > 0.f && (streamed || splits || resident_us < us))
       return resident::launch(args, config, shared_bytes, stream);
   }
   if (!streamed) {

@@ -8,6 +8,7 @@
 namespace wonly::resident {
 namespace {
 
+constexpr int kRowBytes = 128;  // of activations, half a stage of a token
 constexpr int kMostPieces = 8;  // more would wait less for the first, and copy less at once
 
 // Float zeros and offsets.
@@ -26,11 +27,17 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.log2_piece = 3;
   while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
   layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
-  // Activations, as many as wgmma reads, and sums of a strip.
-  const int tokens = args.m > 8 ? 16 : 8;
-  const int stage_bytes = tokens * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
+  // Activations, as many as mma.sync reads, and sums of a strip. float32 ones have two rows each and a factor for a
+  // stage, and the last rows that are read may lie behind them.
+  const int tokens = args.m > 8 ? 16 : 8, m = static_cast<int>(args.m);
+  const bool split = args.x_dtype == DType::kF32;
+  const int columns = args.m > 4 ? 16 : 8, rows = split ? 2 * m : tokens;
+  const int stage_bytes = rows * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
   layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * stage_bytes;
-  layout.strips_at = layout.sums_at + (adds_activations(args) ? layout.stages_each * kSumBytes : 0);
+  if (split) layout.sums_at += (columns - rows) * kRowBytes;
+  layout.strips_at = layout.sums_at;
+  if (adds_activations(args)) layout.strips_at += layout.stages_each * kSumBytes;
+  if (split) layout.strips_at += layout.stages_each * columns / 2 * static_cast<int>(sizeof(float));
   // A pass has a strip for each warp of a warpgroup, shared out among the cluster.
   const int pass_bytes = std::max(kPassAtoms, config.cluster) * kWarpgroups * strip_bytes;
   const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), kPassAtoms));
@@ -46,22 +53,24 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
 }
 
 bool supports(const MatmulArgs& args) {
-  const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
-  const bool shifts = args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 ||
-                      (args.shift_mode != ShiftMode::kTable && args.shift_dtype == args.x_dtype);
-  return sixteen_bits && args.bits == 4 && args.m > 0 && args.m <= (adds_activations(args) ? 8 : kMaxTokens) &&
-         args.k > 0 && args.k % 64 == 0 && args.scale_dtype == args.x_dtype && shifts;
+  const bool split = args.x_dtype == DType::kF32;
+  const int tokens = split || adds_activations(args) ? 8 : kMaxTokens;
+  if (args.bits != 4 || args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
+  if (args.shift_mode == ShiftMode::kTable) return false;
+  if (split) return !adds_activations(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
+  return args.scale_dtype == args.x_dtype && (!adds_activations(args) || args.shift_dtype == args.x_dtype);
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
-  const Costs& costs = costs::kResident;
+  const bool split = args.x_dtype == DType::kF32;
+  const Costs& costs = split ? costs::kSplitResident : costs::kResident;
   const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);
   const int log2 = log2_group_blocks(args);
   const bool small_groups = log2 == 0 || log2 == 1, sums = adds_activations(args);
   float stage = costs.stages;
   if (small_groups) stage += costs.groups;
   if (sums) stage += costs.sums;
-  if (args.m > 8) stage += costs.wide;
+  if (args.m > (split ? 4 : 8)) stage += costs.wide;
   float least = 0.f;
   for (const warpgroup::ClusterCost& cluster : costs::kResidentClusters) {
     const int64_t clusters = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share) / cluster.ctas;
@@ -74,7 +83,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
     const float us = costs.start + (sums ? costs.adding : 0.f) + cluster.start +
                      costs.passes * static_cast<float>(passes) +
                      costs.turns * static_cast<float>(passes * ceil_div(each, 2 * kAhead)) +
-                     stage * static_cast<float>(passes * each) +
+                     stage * static_cast<float>(passes * each) + costs.rows * static_cast<float>(args.m * each) +
                      costs.words * static_cast<float>(part_atoms * stages) / (kPassAtoms * kWarpgroups);
     if (least == 0.f || us < least) {
       least = us;
@@ -85,8 +94,9 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
 }
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
-  return args.x_dtype == DType::kF16 ? launch_f16(args, config, shared_bytes, stream)
-                                     : launch_bf16(args, config, shared_bytes, stream);
+  return args.x_dtype == DType::kF32   ? launch_f32(args, config, shared_bytes, stream)
+         : args.x_dtype == DType::kF16 ? launch_f16(args, config, shared_bytes, stream)
+                                       : launch_bf16(args, config, shared_bytes, stream);
 }
 
 }  // namespace wonly::resident

@@ -11,6 +11,10 @@
 // the sums of the activations of 32 inputs, which are made before the first products: one more product of tf32 numbers,
 // two of which are what multiplies them and two a sum, exactly but for the last bit.
 //
+// float32 activations, up to eight tokens, are two fp16 numbers each, in units of the power of two of the largest one
+// of a token and stage, and so two columns of the same products. The tensor copy engine brings them as they are; four
+// more warps make the numbers of them, in their place.
+//
 // Where a product is short, its beginning and its end are most of it. So the first loads stand before everything else,
 // and each warp sends its sums to the shared memory of the CTA that finishes their outputs, asynchronously and without
 // a barrier of the cluster. There they are added in a fixed order, and a token's result does not depend on the values
@@ -23,6 +27,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/division.h"
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/exact_sum.cuh"
@@ -40,8 +45,14 @@ using warpgroup::Convert;
 using warpgroup::convert_half;
 using warpgroup::to_floats;
 
-constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
-constexpr int kThreads = kWarpgroups * 128;
+constexpr int kReceivedAt = 512;             // in the kilobyte of barriers: that of the cluster's sums
+constexpr int kCopiedAt = 256;               // and those of pieces of float32 activations before they are split
+constexpr int kThreads = kWarpgroups * 128;  // that multiply
+constexpr int kSplitWarps = kWarpgroups;     // that split float32 activations, each for the stages of one warpgroup
+constexpr int kSplitRows = 4;                // tokens of a stage at once
+constexpr int kSplitTop = 14;                // the largest of a token and stage is 2^14 or more, below twice that,
+constexpr uint32_t kSplitLeast = 27u << 23;  // or smaller, if it was below 2^-100
+constexpr int kUnscalePower = 13;            // Convert::kUnscale is this power of two
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
 constexpr int kStepTiles = kWarpgroups * kTiles;      // from a stage of a warpgroup to its next
@@ -63,6 +74,8 @@ struct Params {
   void* y;                // as args.y, near the others
   bool plain_results;     // of the activations' type, without bias and activation, pairs of neighbours aligned
   int step_scales;        // from those of a stage of a warpgroup to those of its next
+  int scale_bytes;        // with float32 activations scales may be of any type
+  Divisor of_tokens;      // of rows of those
   uint32_t none;          // zero, which the compiler does not know
   // What multiplies zeros and offsets is `of_shift` less the scale's bits that `scale_mask` leaves.
   uint32_t scale_mask;
@@ -72,18 +85,81 @@ struct Params {
 
 // kGroups: scales of a stage, at least as many as it has groups. kShiftSize: bytes of a zero or offset, 0 without;
 // zeros of one byte are taken off the codes, while two bytes multiply the sums of activations.
-template <typename X_, int kTokens_, int kGroups_, int kShiftSize_>
+// float32 activations are two fp16 numbers each, neighbours among the columns.
+template <typename Input, int kColumns_, int kGroups_, int kShiftSize_>
 struct Shape {
-  using X = X_;
-  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kShiftSize = kShiftSize_;
+  static constexpr bool kSplit = std::is_same_v<Input, float>;
+  using X = std::conditional_t<kSplit, __half, Input>;
+  static constexpr int kColumns = kColumns_, kGroups = kGroups_, kShiftSize = kShiftSize_;
+  static constexpr int kTokens = kSplit ? 8 : kColumns;
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
   static constexpr bool kSums = kShiftSize == 2;
   // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
   // 8 what asks for pieces later takes as long as it saves.
-  static constexpr bool kLater = kTokens == 16;
+  static constexpr bool kLater = kColumns >= 16;
   static constexpr int kFirstPieces = 2;
-  static_assert(!kSums || kTokens == 8);
+  static_assert(!kSums || (kTokens == 8 && !kSplit));
+  static constexpr int kAllThreads = kThreads + (kSplit ? kSplitWarps * 32 : 0);
+  // Warps that multiply split the first piece, for which they have yet to wait; of up to four tokens they would ask for
+  // their next weights too late.
+  static constexpr bool kAllSplit = kSplit && kColumns == 16;
+  static constexpr int kFactors = kColumns / 2;                               // of a stage's tokens
+  static constexpr int kTileRowBytes = 64 * static_cast<int>(sizeof(Input));  // a token's inputs of a packed tile
+  // Outputs that are not finite are summed up again, term by term.
+  static constexpr bool kExact = kSums || kSplit;
 };
+
+// float32 activations in a CTA's shared memory become two fp16 numbers each, in their place, by a warp: rows `first` to
+// first + kSplitRows - 1, below `end`, of the stages of a warpgroup, each a token's inputs of a stage. They are
+// multiplied by the power of two that makes the largest of them 2^14 or more; the numbers are then exact to 2^-22 of an
+// activation, or 2^-39 of that largest one. A factor undoes it. Rows of 64 inputs are swizzled as the tensor copy
+// engine does that for 16-bit ones.
+template <typename S>
+__device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Divisor& tokens, int warpgroup, int lane,
+                                           int first, int end) {
+  uint4 values[kSplitRows];
+  uint32_t largest[kSplitRows];  // bits of the magnitude, or of a NaN
+  int row_of[kSplitRows], factor_of[kSplitRows];
+#pragma unroll
+  for (int i = 0; i < kSplitRows; ++i) {
+    int token;
+    const int step = tokens.divide(min(first + i, end - 1), &token);
+    const int tile = step * kStepTiles + warpgroup * kTiles + lane / 16;
+    row_of[i] = 2 * (tile * static_cast<int>(tokens.divisor) + token);
+    factor_of[i] = (step * kWarpgroups + warpgroup) * S::kFactors + token;
+    values[i] = *reinterpret_cast<const uint4*>(x + row_of[i] * 128 + lane % 16 * 16);
+  }
+  const auto magnitude = [](uint32_t bits) { return fabsf(__uint_as_float(bits)); };
+#pragma unroll
+  for (int i = 0; i < kSplitRows; ++i) {
+    const float of_lane = ptx::largest_of(ptx::largest_of(magnitude(values[i].x), magnitude(values[i].y)),
+                                          ptx::largest_of(magnitude(values[i].z), magnitude(values[i].w)));
+    largest[i] = __reduce_max_sync(0xffffffffu, __float_as_uint(of_lane));
+  }
+  __syncwarp();  // all have read
+  const uint32_t to_x = ptx::shared_address(x) + lane % 2 * 8, to_factors = ptx::shared_address(factors);
+#pragma unroll
+  for (int i = 0; i < kSplitRows; ++i) {
+    const bool wanted = first + i < end;
+    const uint32_t power = max(largest[i] & 0x7f800000u, kSplitLeast);
+    const float up = __uint_as_float((254u + kSplitTop << 23) - power);
+    const auto split = [&](uint32_t a, uint32_t b, uint32_t& first, uint32_t& second) {
+      const float2 raised = {__uint_as_float(a) * up, __uint_as_float(b) * up};
+      first = from_float2<__half>(raised.x, raised.y);
+      const float2 rounded = to_floats<__half>(first);
+      second = from_float2<__half>(raised.x - rounded.x, raised.y - rounded.y);
+    };
+    uint2 first_numbers, second_numbers;
+    split(values[i].x, values[i].y, first_numbers.x, second_numbers.x);
+    split(values[i].z, values[i].w, first_numbers.y, second_numbers.y);
+    const uint32_t unit = (row_of[i] ^ lane % 16 / 2) & 7;  // of 16 bytes
+    const uint32_t to = to_x + row_of[i] * 128 + unit * 16;
+    ptx::store_shared(to, first_numbers, wanted);
+    ptx::store_shared((to ^ 16) + 128, second_numbers, wanted);
+    const uint32_t down = largest[i] >= 0x7f800000u ? 0x7fffffffu : power + (kUnscalePower << 23) - (kSplitTop << 23);
+    ptx::store_shared(to_factors + factor_of[i] * 4, down, wanted && lane == 0);
+  }
+}
 
 // Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of mma.sync: eight tokens
 // by four blocks in tf32, and after it what these numbers lack to float32.
@@ -120,12 +196,12 @@ __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row,
 }
 
 template <typename S>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(S::kAllThreads, 1)
     resident_matmul(const __grid_constant__ Params params, const __grid_constant__ CUtensorMap map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
   using C = Convert<X>;
-  constexpr int kTokens = S::kTokens, kGroups = S::kGroups;
+  constexpr int kTokens = S::kTokens, kColumns = S::kColumns, kGroups = S::kGroups;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
@@ -135,7 +211,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
-  const int warp = threadIdx.x / 32;
+  // Warps that split activations come first, as the schedulers prefer those; in these numbers after the others.
+  const unsigned thread = threadIdx.x - (S::kAllThreads - kThreads);
+  const int warp = thread / 32;
   const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
   const int cluster = 1 << params.log2_cluster;
   const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);
@@ -146,6 +224,48 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first_stage = rank * layout.stages_each;
   const int cta_tiles = min(layout.stages_each * kTiles, params.k_tiles - first_stage * kTiles);
 
+  const int tokens = static_cast<int>(args.m);
+  const int pieces = (cta_tiles + (kTiles << layout.log2_piece) - 1) >> (layout.log2_piece + 1);
+  uint64_t* const copied = S::kSplit ? reinterpret_cast<uint64_t*>(shared + kCopiedAt) : arrived;
+  const auto copy_piece = [&](int i) {
+    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
+    const int piece_bytes = tokens * (kTiles * S::kTileRowBytes) << layout.log2_piece;
+    ptx::barrier_expect(copied + i, piece_bytes);
+    ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kTiles, x_batch,
+                        copied + i);
+  };
+  // A later piece, when `piece` is there.
+  const auto copy_next = [&](int piece) {
+    const int next = piece + S::kFirstPieces;
+    if (S::kLater && next < pieces && ptx::elect_one()) copy_piece(next);
+  };
+  // Of float32 activations a warp for each warpgroup splits all pieces, or all but the first.
+  float* const factors = reinterpret_cast<float*>(shared + layout.sums_at);
+  const int piece_rows = (tokens << layout.log2_piece) / kWarpgroups;  // of a warpgroup, as split_rows counts them
+  if constexpr (S::kSplit) {
+    if (warpgroup >= kWarpgroups) {
+      __syncthreads();
+      if (cluster > 1) ptx::cluster_arrive();
+      const int of = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+      const int stages = (cta_tiles + kTiles - 1) / kTiles;
+      const int rows = (stages - of + kWarpgroups - 1) / kWarpgroups * tokens;
+#pragma unroll 1
+      for (int piece = 0; piece < pieces; ++piece) {
+        ptx::barrier_wait(copied + piece, 0);
+        if (of == 0) copy_next(piece);
+        if (S::kAllSplit && piece == 0) continue;
+        const int end = min((piece + 1) * piece_rows, rows);
+#pragma unroll 1
+        for (int row = piece * piece_rows; row < end; row += kSplitRows) {
+          split_rows<S>(x, factors, params.of_tokens, of, lane, row, end);
+        }
+        __syncwarp();
+        if (ptx::arrives(lane)) ptx::barrier_arrive(arrived + piece);
+      }
+      return;
+    }
+  }
+
   // Loads of a block of kAhead stages, one block before their use: words of this lane, scale and shift of its outputs,
   // rows g and g + 8 of its warp's strip, of small groups those that block t of a stage belongs to. What is not loaded
   // is multiplied by activations of zero, or belongs to outputs that nobody stores. No load stands in a branch, where
@@ -154,6 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int turns = (cta_tiles + kTurn * kStepTiles - 1) / (kTurn * kStepTiles);
   uint4 words[2][kAhead][kTiles] = {};
   uint32_t scale_bits[2][kAhead][2] = {}, shift_bits[2][kAhead][2] = {};
+  const int scale_bytes = S::kSplit ? params.scale_bytes : 2;
   const int first_strip = first_atom + warp % 4;
   int fetch_atoms = atoms - warp % 4;  // from the strip on that is loaded
   int fetch_block = 0, fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
@@ -168,13 +289,21 @@ __global__ void __launch_bounds__(kThreads, 1)
   if constexpr (S::kShiftSize > 0) {
     const auto* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * S::kShiftSize;
     fetch_zeros = shift + first_scale;
-    to_shift = shift - (params.scales + batch * args.scales_batch_stride * 2);
+    to_shift = shift - (params.scales + batch * args.scales_batch_stride * scale_bytes);
   }
   if (batch > 0) {
     fetch_words += batch * args.qw_batch_stride;
     first_scale += batch * args.scales_batch_stride;
   }
-  const uint8_t* fetch_scales = params.scales + first_scale * 2;
+  const uint8_t* fetch_scales = params.scales + first_scale * scale_bytes;
+  // Four bytes of scales are loaded where those may be float32: where a scale is in them, as the upper part of a
+  // number.
+  uint32_t scale_part = 0;
+  if constexpr (S::kSplit) {
+    const uint64_t odd = reinterpret_cast<uint64_t>(fetch_scales) & 2;
+    fetch_scales -= odd;
+    scale_part = scale_bytes == 4 ? 0x3210 : odd == 0 ? 0x1044 : 0x3244;
+  }
   // `none` is zero. The first loads are not ones that the compiler may put behind the barrier after them.
   const auto fetch_blocks = [&](auto first, int buffer, uint32_t none) {
     const int left = fetch_tiles | static_cast<int>(none);
@@ -192,13 +321,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint32_t (&scale)[2] = scale_bits[buffer][stage], (&zero)[2] = shift_bits[buffer][stage];
         // A group that half a stage does not have keeps nothing of others, which may be infinite.
         if (kGroups > 1 && !wanted) scale[i] = zero[i] = 0;
-        ptx::load_part<2, !first.value>(scale[i], fetch_scales + 16 * i, of_row);
+        ptx::load_part<S::kSplit ? 4 : 2, !first.value>(scale[i], fetch_scales + 8 * scale_bytes * i, of_row);
         if constexpr (S::kShiftSize == 1) ptx::load_part<1, !first.value>(zero[i], fetch_zeros + 8 * i, of_row);
         if constexpr (S::kShiftSize == 2) {
           ptx::load_part<2, !first.value>(zero[i], fetch_scales + to_shift + 16 * i, of_row);
         }
       }
-      fetch_scales += params.step_scales * 2;
+      fetch_scales += params.step_scales * scale_bytes;
       fetch_zeros += params.step_scales;
     }
     fetch_words += kAhead * kStepTiles * kTileWords;
@@ -207,7 +336,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       fetch_block = 0;
       fetch_words += (params.k_tiles - turns * (kTurn * kStepTiles)) * static_cast<int64_t>(kTileWords);
       const int64_t back = static_cast<int64_t>(turns * kTurn) * params.step_scales;
-      fetch_scales += (kPassAtoms * kAtomN - back) * 2;
+      fetch_scales += (kPassAtoms * kAtomN - back) * scale_bytes;
       fetch_zeros += kPassAtoms * kAtomN - back;
       fetch_rows -= kPassAtoms * kAtomN;
       fetch_atoms -= kPassAtoms;
@@ -218,20 +347,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
   // there is room for sums.
-  const int tokens = static_cast<int>(args.m);
   const int round_atoms = min(atoms, layout.passes * kPassAtoms);
-  const int pieces = (cta_tiles + (kTiles << layout.log2_piece) - 1) >> (layout.log2_piece + 1);
   const auto mine_of = [&](int of_round) { return (of_round - rank + cluster - 1) >> params.log2_cluster; };
-  const auto copy_piece = [&](int i) {
-    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
-    const int piece_bytes = tokens * (kTiles * 128) << layout.log2_piece;
-    ptx::barrier_expect(arrived + i, piece_bytes);
-    ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kTiles, x_batch,
-                        arrived + i);
-  };
-  if (threadIdx.x < 32 && ptx::elect_one()) {
+  if (warp == 0 && ptx::elect_one()) {
 #pragma unroll 1
-    for (int i = 0; i < pieces; ++i) ptx::barrier_init(arrived + i, 1);
+    for (int i = 0; i < pieces; ++i) {
+      ptx::barrier_init(copied + i, 1);
+      if (S::kSplit)
+        ptx::barrier_init(arrived + i, (S::kAllSplit && i == 0 ? kThreads / 32 : kSplitWarps) * ptx::kArrivals);
+    }
     ptx::barrier_init(received, 1);
     ptx::barrier_init_fence();
 #pragma unroll 1
@@ -241,6 +365,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (cluster > 1) ptx::cluster_meet();  // all have begun, so that they can be sent sums
 
+  if (S::kAllSplit && cta_tiles > 0) {
+    ptx::barrier_wait(copied, 0);
+    const int stages = (cta_tiles + kTiles - 1) / kTiles;
+    const int end = min(piece_rows, (stages - warpgroup + kWarpgroups - 1) / kWarpgroups * tokens);
+#pragma unroll 1
+    for (int row = __shfl_sync(0xffffffffu, warp % 4, 0) * kSplitRows; row < end; row += 4 * kSplitRows) {
+      split_rows<S>(x, factors, params.of_tokens, warpgroup, lane, row, end);
+    }
+    __syncwarp();
+    if (ptx::arrives(lane)) ptx::barrier_arrive(arrived);
+  }
   uint8_t* const sums = shared + layout.sums_at;
   if constexpr (S::kSums) {  // of a piece when it has come, behind its branch in the loop: 14 to 25% slower
     for (int i = 0; i < pieces; ++i) ptx::barrier_wait(arrived + i, 0);
@@ -253,13 +388,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tiles = cta_tiles - warpgroup * kTiles;
   // Where this lane's rows of activations for ldmatrix are: of a warpgroup's first stage, and its next stages a
   // multiple of eight rows further, so that the swizzle is the same.
+  const int rows = S::kSplit ? 2 * tokens : tokens;
   uint32_t of_tile[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const int row = (warpgroup * kTiles + tile) * tokens + lane % 8;
+    const int row = (warpgroup * kTiles + tile) * rows + (S::kSplit ? min(lane % 8, rows - 1) : lane % 8);
     of_tile[tile] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
   }
-  const uint32_t stage_step = kStepTiles * tokens * 128;
+  const uint32_t stage_step = kStepTiles * rows * 128;
+  const uint32_t of_factors = ptx::shared_address(sums + (warpgroup * S::kFactors + t) * 4);
   const int most_mine = (round_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
   uint8_t* const strips = shared + layout.strips_at;
 #pragma unroll 1
@@ -283,10 +420,9 @@ __global__ void __launch_bounds__(kThreads, 1)
             if (!S::kSums && slot == 0 && pass_atom == 0) {
               const int piece = block << kLog2BlockStages >> layout.log2_piece;
               ptx::barrier_wait(arrived + piece, 0);
-              if constexpr (S::kLater) {  // by the first warpgroup, which has a stage of every piece
-                const int next = piece + S::kFirstPieces;
+              if constexpr (S::kLater && !S::kSplit) {  // by the first warpgroup, which has a stage of every piece
                 const bool begins = piece << layout.log2_piece == block << kLog2BlockStages;
-                if (threadIdx.x < 32 && begins && next < pieces && ptx::elect_one()) copy_piece(next);
+                if (warp == 0 && begins) copy_next(piece);
               }
             }
             // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
@@ -297,11 +433,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                                          static_cast<float>(shifts_of[1]) * -0x1p-13f);
             }
             // Products of one chain wait for each other.
-            constexpr int kChains = kGroups > 1 ? kGroups : kTokens == 8 ? 2 : 1;
+            constexpr int kChains = kGroups > 1 ? kGroups : kColumns == 8 ? 2 : 1;
             constexpr int kChainBlocks = kStageBlocks / kChains;
-            float part_sums[kChains][kTokens / 2] = {}, shift_sums[4] = {};
+            const int stage = turn * kTurn + i;  // of this warpgroup
+            float part_sums[kChains][kColumns / 2] = {}, shift_sums[4] = {};
             if constexpr (S::kSums) {
-              const int stage = warpgroup + (turn * kTurn + i) * kWarpgroups;
               uint32_t pieces_of[4];
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
@@ -310,7 +446,8 @@ __global__ void __launch_bounds__(kThreads, 1)
                 pieces_of[j] = __float_as_uint(product) & kTf32Bits;
                 pieces_of[j + 2] = __float_as_uint(product - __uint_as_float(pieces_of[j]));
               }
-              const uint32_t of_sums = ptx::shared_address(sums + stage * kSumBytes + lane * 4);
+              const uint32_t of_sums =
+                  ptx::shared_address(sums + (warpgroup + stage * kWarpgroups) * kSumBytes + lane * 4);
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
                 const uint32_t sum = ptx::load_shared(of_sums + j * (kSumBytes / 2));
@@ -330,7 +467,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               convert_half<X, kBits>(block % 2 == 0 ? w.x : w.z, block % 2 == 0 ? w.y : w.w, minus_zero[0],
                                      minus_zero[1], codes);
 #pragma unroll
-              for (int eight = 0; eight < kTokens / 8; ++eight) {
+              for (int eight = 0; eight < kColumns / 8; ++eight) {
                 uint32_t inputs[4];
                 ptx::load_matrices(inputs, (of_tile[block / 2] ^ block % 2 * 64) + stage_at + eight * 1024);
                 float (&to)[4] = *reinterpret_cast<float (*)[4]>(part_sums[block / kChainBlocks] + 4 * eight);
@@ -344,14 +481,44 @@ __global__ void __launch_bounds__(kThreads, 1)
                 }
               }
             }
-            const uint32_t scale_pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
+            const auto scales_of_chain = [&](int chain) -> float2 {
+              if constexpr (S::kSplit) {
+                float both[2];
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                  const uint32_t upper = __byte_perm(scales_of[j], 0, scale_part);
+                  both[j] = args.scale_dtype == DType::kF16 ? to_floats<__half>(upper).y : __uint_as_float(upper);
+                  if (kGroups > 1) both[j] = __shfl_sync(0xffffffffu, both[j], chain * kChainBlocks, 4);
+                }
+                return {both[0], both[1]};
+              }
+              const uint32_t pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
+              return to_floats<X>(kGroups > 1 ? __shfl_sync(0xffffffffu, pair, chain * kChainBlocks, 4) : pair);
+            };
+            float of_stage[kColumns / 4] = {};
 #pragma unroll
             for (int chain = 0; chain < kChains; ++chain) {
-              const float2 scale = to_floats<X>(
-                  kGroups > 1 ? __shfl_sync(0xffffffffu, scale_pair, chain * kChainBlocks, 4) : scale_pair);
+              const float2 scale = scales_of_chain(chain);
 #pragma unroll
-              for (int j = 0; j < kTokens / 2; ++j) {
-                acc[j] = fmaf(j % 4 < 2 ? scale.x : scale.y, part_sums[chain][j], acc[j]);
+              for (int j = 0; j < kColumns / 2; ++j) {
+                const float scale_of = j % 4 < 2 ? scale.x : scale.y, sum = part_sums[chain][j];
+                if constexpr (!S::kSplit) {
+                  acc[j] = fmaf(scale_of, sum, acc[j]);
+                } else if (j % 2 == 0) {
+                  of_stage[j / 2] = fmaf(scale_of, sum + part_sums[chain][j + 1], of_stage[j / 2]);
+                }
+              }
+            }
+            if constexpr (S::kSplit) {  // of rows g and g + 8 of a token of every four
+#pragma unroll
+              for (int four = 0; four < kColumns / 8; ++four) {
+                const uint32_t at = of_factors + (stage * kWarpgroups * S::kFactors + four * 4) * 4;
+                const float factor = __uint_as_float(ptx::load_shared(at));
+#pragma unroll
+                for (int row = 0; row < 2; ++row) {
+                  float& to = acc[four / 2 * 4 + row * 2 + four % 2];
+                  to = fmaf(factor, of_stage[2 * four + row], to);
+                }
               }
             }
             if constexpr (S::kSums) {
@@ -373,14 +540,15 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of eight tokens
-      // lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1.
+      // lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1, of float32 activations t and t + 4.
       const int atom = pass_atom + warp % 4, of_round = atom - round_atom;
       const int at_strip = (rank * kWarpgroups + warpgroup) * most_mine + (of_round >> params.log2_cluster);
 #pragma unroll
       for (int block = 0; block < kTokens / 8; ++block) {
         const float* const of_block = acc + 4 * block;
-        const float4 sums_of = {of_block[0] * C::kUnscale, of_block[1] * C::kUnscale, of_block[2] * C::kUnscale,
-                                of_block[3] * C::kUnscale};
+        const float unscale = S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
+        const float4 sums_of = {of_block[0] * unscale, of_block[1] * unscale, of_block[2] * unscale,
+                                of_block[3] * unscale};
         uint8_t* const to = strips + at_strip * S::kStripBytes + (block * 32 + lane) * 16;
         if (atom >= atoms) continue;
         if (cluster > 1) {
@@ -417,11 +585,20 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       const int atom_n = (first_atom + round_atom + (strip << params.log2_cluster) + rank) * kAtomN;
       bool plain = params.plain_results;
-      if (S::kSums) {
-        const float of_tokens = (2 * t < tokens ? sum[0] + sum[2] : 0.f) + (2 * t + 1 < tokens ? sum[1] + sum[3] : 0.f);
+      const auto token_of = [&](int j) { return first_token + (S::kSplit ? t + j % 2 * 4 : 2 * t + j % 2); };
+      if (S::kExact) {
+        const float of_tokens =
+            (token_of(0) < tokens ? sum[0] + sum[2] : 0.f) + (token_of(1) < tokens ? sum[1] + sum[3] : 0.f);
         plain = plain && __all_sync(0xffffffffu, isfinite(of_tokens));
       }
-      if (plain) {
+      if (plain && S::kSplit) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int token = token_of(j), n = atom_n + g + j / 2 * 8;
+          float* const y = static_cast<float*>(params.y) + (batch * args.m + token) * params.outputs + n;
+          if (token < tokens && n < params.outputs) *y = sum[j];
+        }
+      } else if (plain) {
         // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what
         // those of odd g have of the even one.
         const bool odd = g % 2 == 1;
@@ -437,12 +614,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       } else {
 #pragma unroll 1
         for (int j = 0; j < 4; ++j) {
-          const int token = first_token + 2 * t + j % 2, n = atom_n + g + j / 2 * 8;
+          const int token = token_of(j), n = atom_n + g + j / 2 * 8;
           if (token >= tokens || n >= params.outputs) continue;
           float of_one = j < 2 ? j == 0 ? sum[0] : sum[1] : j == 2 ? sum[2] : sum[3];
           // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
           // weight times it is.
-          if (S::kSums && !isfinite(of_one)) of_one = exact_sum(args, batch, token, n, 0, args.k);
+          if (S::kExact && !isfinite(of_one)) of_one = exact_sum(args, batch, token, n, 0, args.k);
           finish(args, batch, token, n, of_one);
         }
       }
@@ -451,7 +628,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     // The room of these sums is that of the next.
     if (cluster > 1) {
       const int bytes = cluster * mine_of(min(round_atoms, atoms - end_atom)) * (kWarpgroups * S::kStripBytes);
-      if (threadIdx.x == 0) ptx::barrier_expect(received, bytes);
+      if (thread == 0) ptx::barrier_expect(received, bytes);
       __syncwarp();
       ptx::cluster_meet();
     } else {
@@ -463,7 +640,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-template <typename X>
+template <typename Input>
 cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
   Params params{};
   params.args = args;
@@ -479,6 +656,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   params.log2_group_blocks = log2_group_blocks(args);
   if (params.log2_group_blocks < 0) params.log2_group_blocks = kNoGroups;
   params.step_scales = (kWarpgroups * kStageBlocks >> params.log2_group_blocks) * params.outputs;
+  params.scale_bytes = element_size(args.scale_dtype);
+  params.of_tokens = Divisor(static_cast<int>(args.m));
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
   params.scale_mask = offsets ? 0 : 0xffffffffu;
   params.of_shift = offsets ? 1.f : 0.f;
@@ -488,16 +667,20 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   if (error != cudaSuccess) return error;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(config.parts * config.cluster), static_cast<unsigned>(args.batch));
-  shape.threads = kThreads;
   shape.cluster = config.cluster;
   shape.shared_bytes = static_cast<int>(params.layout.bytes);
+  const auto launch_shape = [&](auto of) {
+    shape.threads = decltype(of)::kAllThreads;
+    return launch_kernel(resident_matmul<decltype(of)>, shape, stream, params, map);
+  };
+  constexpr bool kSplit = std::is_same_v<Input, float>;
   const auto launch = [&](auto groups, auto shift_size) {
     constexpr int kGroups = groups.value, kShiftSize = shift_size.value;
+    const int columns = kSplit ? 2 * static_cast<int>(args.m) : static_cast<int>(args.m);
     if constexpr (kShiftSize < 2) {
-      if (args.m > 8)
-        return launch_kernel(resident_matmul<Shape<X, 16, kGroups, kShiftSize>>, shape, stream, params, map);
+      if (columns > 8) return launch_shape(Shape<Input, 16, kGroups, kShiftSize>{});
     }
-    return launch_kernel(resident_matmul<Shape<X, 8, kGroups, kShiftSize>>, shape, stream, params, map);
+    return launch_shape(Shape<Input, 8, kGroups, kShiftSize>{});
   };
   constexpr std::integral_constant<int, 0> none;
   constexpr std::integral_constant<int, 1> one;
@@ -505,8 +688,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   constexpr std::integral_constant<int, 4> four;
   const int log2 = params.log2_group_blocks;
   if (args.shift_mode == ShiftMode::kNone) return log2 < 2 ? launch(four, none) : launch(one, none);
-  if (args.shift_dtype == DType::kU8) return log2 < 2 ? launch(four, one) : launch(one, one);
-  return log2 < 1 ? launch(four, two) : launch(two, two);
+  if (kSplit || args.shift_dtype == DType::kU8) return log2 < 2 ? launch(four, one) : launch(one, one);
+  if constexpr (!kSplit) return log2 < 1 ? launch(four, two) : launch(two, two);
 }
 
 }  // namespace wonly::resident

@@ -6,7 +6,7 @@
 
 namespace wonly::resident {
 
-constexpr int kMaxTokens = 16;  // with float zeros or offsets 8
+constexpr int kMaxTokens = 16;  // with float zeros or offsets, or float32 activations, 8
 constexpr int kStageInputs = 128;
 constexpr int kWarpgroups = 4;       // share a CTA's stages
 constexpr int kPassAtoms = 4;        // strips of 16 outputs at a time
@@ -42,11 +42,13 @@ struct Costs {
   float groups;  // of a stage, more with groups of 32 and 64
   float sums;    // of a stage, more with float zeros or offsets
   float adding;  // of the start, for the sums of activations then
-  float wide;    // of a stage, more from nine tokens on
+  float wide;    // of a stage, more from nine tokens on, of float32 five
+  float rows;    // a token's float32 activations of a stage of a warpgroup, once
 };
 
 // Whether this kernel computes `args`: int4 with scales of the activations' 16-bit type, zeros or offsets of that type,
-// uint8 zeros or none, K a multiple of 64; sm_90 only.
+// uint8 zeros or none, K a multiple of 64; of float32 activations scales of any type, in rows of whole pieces of four
+// bytes, and uint8 zeros or none; sm_90 only.
 bool supports(const MatmulArgs& args);
 
 // Sets the fastest configuration, and returns the microseconds that it is expected to take; 0 where there is none.
@@ -57,5 +59,6 @@ cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_byte
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+cudaError_t launch_f32(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
 
 }  // namespace wonly::resident

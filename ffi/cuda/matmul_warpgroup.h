@@ -7,8 +7,8 @@ namespace wonly::warpgroup {
 
 struct Config {
   int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 96, and other warpgroups than 2, as
-  int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8, 16, 32 or 64, and
-                   // 2
+  int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8 (of eight bits),
+                   // 16, 32 or 64, and 2
   int cluster;     // CTAs along the inputs, 1 .. 8
   int multiprocessors;
 };

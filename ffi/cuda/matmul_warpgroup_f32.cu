@@ -37,7 +37,9 @@ cudaError_t launch_split(const Params& params, const Config& config, cudaStream_
     return launch_shape<S>(params, config, stream);
   };
   if (config.warpgroups != 2) return cudaErrorInvalidConfiguration;
-  if (config.tokens == 8) return launch(std::integral_constant<int, 8>{});
+  if constexpr (kBits == 8 && kFlushes == 1) {  // so few of four bits are matmul_resident's
+    if (config.tokens == 8) return launch(std::integral_constant<int, 8>{});
+  }
   if (config.tokens == 16) return launch(std::integral_constant<int, 16>{});
   if (config.tokens == 32) return launch(std::integral_constant<int, 32>{});
   if (config.tokens == 64) return launch(std::integral_constant<int, 64>{});

@@ -29,6 +29,19 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return value;
 }
 
+// On a condition, without a branch.
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value, bool wanted) {
+  asm volatile("{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n@wanted st.shared.u32 [%0], %1;\n}\n" ::"r"(address),
+               "r"(value), "r"(static_cast<int>(wanted))
+               : "memory");
+}
+__device__ __forceinline__ void store_shared(uint32_t address, const uint2& value, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n@wanted st.shared.v2.u32 [%0], {%1, %2};\n}\n" ::"r"(address),
+      "r"(value.x), "r"(value.y), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // sm_75 has neither asynchronous copies nor bf16 tensor cores: there copies are plain loads and stores, and bf16
 // kernels are never launched (matmul.cu).
 
@@ -68,7 +81,7 @@ __device__ __forceinline__ void load_once(uint4& to, const void* global, bool wa
 // One, two or four bytes, likewise, into the low bits of a register that holds nothing else.
 template <int kBytes, bool kConstant = true>
 __device__ __forceinline__ void load_part(uint32_t& to, const void* global, bool wanted) {
-  static_assert(kBytes == 1 || kBytes == 2 || (kBytes == 4 && kConstant));
+  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4);
   if constexpr (kBytes == 1 && kConstant) {
     WONLY_LOAD_PART("ld.global.nc.u8");
   } else if constexpr (kBytes == 1) {
@@ -77,8 +90,10 @@ __device__ __forceinline__ void load_part(uint32_t& to, const void* global, bool
     WONLY_LOAD_PART("ld.global.nc.u16");
   } else if constexpr (kBytes == 2) {
     WONLY_LOAD_PART("ld.global.u16");
-  } else {
+  } else if constexpr (kConstant) {
     WONLY_LOAD_PART("ld.global.nc.u32");
+  } else {
+    WONLY_LOAD_PART("ld.global.u32");
   }
 }
 #undef WONLY_LOAD_PART

@@ -296,6 +296,13 @@ __device__ __forceinline__ float to_tf32(float value) {
   return __uint_as_float(rounded);
 }
 
+// A NaN where either is one.
+__device__ __forceinline__ float largest_of(float a, float b) {
+  float largest;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(largest) : "f"(a), "f"(b));
+  return largest;
+}
+
 // Shared memory that this thread wrote is what wgmma of others, after a barrier, may read.
 __device__ __forceinline__ void fence_shared_for_async() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");

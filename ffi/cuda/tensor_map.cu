@@ -60,9 +60,12 @@ cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap
 cudaError_t describe_chunks(const MatmulArgs& args, int tokens, int chunks, CUtensorMap* map) {
   const auto k = static_cast<cuuint64_t>(args.k), m = static_cast<cuuint64_t>(args.m);
   const auto batch = static_cast<cuuint64_t>(args.x_batch_stride == 0 ? 1 : args.batch);
-  return encode<4>(args.x, data_type(args), {64, m, k / 64, batch}, {k * 2, 128, k * m * 2},
+  const bool wide = args.x_dtype == DType::kF32;
+  const cuuint64_t size = wide ? 4 : 2;
+  return encode<4>(args.x, wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : data_type(args), {64, m, k / 64, batch},
+                   {k * size, 64 * size, k * m * size},
                    {64, static_cast<cuuint32_t>(tokens), static_cast<cuuint32_t>(chunks), 1},
-                   CU_TENSOR_MAP_SWIZZLE_128B, map);
+                   wide ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, map);
 }
 
 cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtensorMap* map) {

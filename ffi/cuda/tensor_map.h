@@ -13,7 +13,8 @@ namespace wonly {
 // edges. K is a multiple of 8.
 cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map);
 
-// The same in boxes of `chunks` times as many inputs, 64 of all tokens after the other. K is a multiple of 64.
+// The same in boxes of `chunks` times as many inputs, 64 of all tokens after the other. K is a multiple of 64. Also
+// float32 activations, not swizzled.
 cudaError_t describe_chunks(const MatmulArgs& args, int tokens, int chunks, CUtensorMap* map);
 
 // The codes of activations [batch, m, k], a byte each, in boxes of `tokens` x 128 inputs; `k` is a multiple of 16.

@@ -322,3 +322,39 @@ def test_resident_activations(rng, x_dtype, mode, m):
         few = 3 if m <= 8 else 9
         fewer = np.asarray(product(x[..., :few, :], weight.qt, bias))
         np.testing.assert_array_equal(fewer, np.asarray(y)[..., :few, :])
+
+
+@pytest.mark.parametrize("m", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+def test_resident_float32(rng, scale_dtype, mode, m):
+    """float32 activations that are split where they are multiplied: magnitudes far apart, and what is not finite."""
+    for k, n, group_size, lead in (
+        *((1088, 1002, None, ()), (5120, 1282, 128, ()), (2304, 138, 256, (3,)), (64, 18, None, ())),
+        *(
+            (1088, 1002, 32, ()),
+            (5184, 1282, 64, ()),
+            (4096, 138, 64, (3,)),
+            (12288, 522, 128, ()),
+            (576, 7002, None, ()),
+        ),
+    ):
+        weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=scale_dtype, lead=lead)
+        x = random_x(rng, (*lead, m, k), "float32") * 2.0 ** jnp.asarray(rng.integers(-30, 20, (*lead, m, k)))
+        x = x.astype(jnp.float32)
+        bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
+        if _cuda_dispatch.has_warpgroups():
+            assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
+        product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
+        y = product(x, weight.qt, bias)
+        assert_product(y, x, weight, bias=bias, activation="relu")
+        np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
+        others = x.at[..., 1:, :].set(np.inf)
+        np.testing.assert_array_equal(np.asarray(product(others, weight.qt, bias))[..., 0, :], np.asarray(y)[..., 0, :])
+        of_one = np.where(weight.dense[..., k // 2, :] > 0, np.inf, 0)
+        infinite = product(x.at[..., 0, k // 2].set(np.inf), weight.qt, bias)[..., 0, :]
+        known = weight.dense[..., k // 2, :] != 0
+        np.testing.assert_array_equal(np.asarray(infinite)[known], of_one[known])
+        assert np.isnan(jw.matmul(x.at[..., 0, 3].set(np.nan), weight.qt, implementation="cuda")[..., 0, :]).all()
+        rounded = jw.matmul(x, weight.qt, implementation="cuda", preferred_element_type="bfloat16")
+        assert_product(rounded, x, weight, out_dtype="bfloat16")
