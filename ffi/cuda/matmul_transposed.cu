@@ -53,23 +53,24 @@ cudaError_t launch_fitting(transposed_stream::Config config, const Device& devic
   return error;
 }
 
-// Microseconds of transposed_warpgroup: a stage of 64 outputs, what a block adds, the kernel, and what it takes to add
-// the sums of a split block; with weights in shared memory and in registers.
+// Microseconds of transposed_warpgroup: a stage, what a block adds, the kernel, and what it takes to add the sums of a
+// block that is split in two, or in more; with weights in shared memory and in registers.
 struct WarpgroupCost {
   int tokens;
-  float stage, block, sums;
+  float stage, block, sums_of_two, sums;
 };
 constexpr WarpgroupCost kSharedCosts[] = {
-    {64, 0.325f, 4.3f, 2.0f}, {128, 0.395f, 4.4f, 3.4f}, {256, 0.63f, 3.3f, 5.4f}};
-constexpr WarpgroupCost kRegisterCosts[] = {
-    {32, 0.445f, 4.5f, 1.2f}, {64, 0.313f, 3.0f, 1.7f}, {128, 0.40f, 2.8f, 3.0f}, {256, 0.655f, 1.3f, 4.8f}};
+    {64, 0.345f, 4.0f, 1.0f, 1.9f}, {128, 0.42f, 3.6f, 1.8f, 3.4f}, {256, 0.645f, 3.0f, 3.0f, 0.f}};
+constexpr WarpgroupCost kRegisterCosts[] = {{32, 0.445f, 4.2f, 1.1f, 1.3f},
+                                            {64, 0.313f, 3.0f, 0.9f, 1.6f},
+                                            {128, 0.765f, 2.6f, 1.6f, 3.0f},
+                                            {256, 0.645f, 2.0f, 2.6f, 0.f}};
 constexpr float kWarpgroupStart = 0.5f;
 constexpr int kSplits[] = {2, 3, 4, 6};
-constexpr int kLeastStages = 4;  // of a CTA
+constexpr int kLeastOutputs = 256;  // of a CTA
 
 transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
   const bool in_registers = transposed_warpgroup::in_registers(args);
-  const int64_t stages = ceil_div(args.n, transposed_warpgroup::kStageN);
   transposed_warpgroup::Config config{};
   float least = 0.f;
   const auto consider = [&](const transposed_warpgroup::Config& other, float us) {
@@ -79,6 +80,7 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
     }
   };
   const auto consider_blocks = [&](const WarpgroupCost& cost) {
+    const int64_t stages = ceil_div(args.n, transposed_warpgroup::stage_outputs(cost.tokens, in_registers));
     const int64_t token_blocks = args.batch * ceil_div(args.m, cost.tokens);
     const int64_t k_blocks = ceil_div(args.k, transposed_warpgroup::block_inputs(cost.tokens, in_registers));
     const auto walk = [&](int64_t count) { return static_cast<float>(count) * cost.stage + cost.block; };
@@ -87,17 +89,17 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
       const int64_t groups = token_blocks * ceil_div(k_blocks, partners), rest = groups % clusters;
       const float waves = static_cast<float>(groups / clusters) * walk(stages) + kWarpgroupStart;
       consider({cost.tokens, partners, partners, clusters, false}, waves + (rest > 0 ? walk(stages) : 0.f));
-      if (partners == 2 && rest > 0 && 2 * rest <= clusters && stages >= 2 * kLeastStages) {
-        consider({cost.tokens, 2, 2, clusters, true}, waves + walk(ceil_div(stages, 2)) + cost.sums);
+      if (partners == 2 && rest > 0 && 2 * rest <= clusters && args.n >= 2 * kLeastOutputs) {
+        consider({cost.tokens, 2, 2, clusters, true}, waves + walk(ceil_div(stages, 2)) + cost.sums_of_two);
       }
     }
     for (const int cluster : kSplits) {
       const int clusters =
           static_cast<int>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster]) / cluster;
-      if (token_blocks * k_blocks > clusters || stages < cluster * kLeastStages) continue;
+      if (token_blocks * k_blocks > clusters || args.n < cluster * kLeastOutputs) continue;
       if (cost.tokens == 256 && cluster > 2) continue;  // whose sums shared memory does not hold
       consider({cost.tokens, cluster, 1, clusters, true},
-               kWarpgroupStart + walk(ceil_div(stages, cluster)) + cost.sums);
+               kWarpgroupStart + walk(ceil_div(stages, cluster)) + (cluster == 2 ? cost.sums_of_two : cost.sums));
     }
   };
   if (in_registers) {

@@ -55,8 +55,10 @@ struct Config {
 };
 
 constexpr int kMostCluster = 8;
-constexpr int kStageN = 64;  // outputs that are summed over at a time
 
+// Outputs of a stage. What a stage takes once is less for more of them, but the first is there later and splits are
+// coarser, and 256 tokens leave no shared memory.
+constexpr int stage_outputs(int tokens, bool in_registers) { return in_registers && tokens == 128 ? 128 : 64; }
 // Inputs of a CTA's block.
 constexpr int block_inputs(int tokens, bool in_registers) { return in_registers && tokens == 32 ? 256 : 128; }
 

@@ -3,8 +3,8 @@
 // (transposed_shared_weights.cuh).
 //
 // A CTA computes blocks of 128 inputs x kTokens tokens (256 inputs for the fewest tokens), one after the other. A stage
-// is 64 outputs, with dy by the tensor copy engine, of which the CTAs of a cluster may bring each other their share.
-// Two warpgroups multiply, half of the inputs each.
+// is 64 or 128 outputs, with dy by the tensor copy engine, of which the CTAs of a cluster may bring each other their
+// share. Two warpgroups multiply, half of the inputs each.
 //
 // Blocks that do not fill the chip are split: the CTAs of a cluster share the outputs of one block, copy their sums
 // into each other's shared memory, and add them in the order of their ranks.
@@ -12,13 +12,15 @@
 // A weight is rounded once to the type of dy, as a dense one would be: the code less the integer part of its zero is
 // exact, and one multiplication by the scale rounds. Scales of another type are two numbers of dy's type, and what is
 // left of the zero, or the offset, enters rounded. Nothing else is rounded before the float32 sum, whose order depends
-// on N and on the size of the cluster that splits it alone: a token's result does not depend on the other tokens.
+// on N, the size of the cluster that splits it and the outputs of a stage alone: a token's result does not depend on
+// the other tokens.
 //
 // Which rows and weights make a block is the business of a `Source`:
 //   struct Params                 what the host gives it
 //   kSharedBytes                  of its own shared memory, which begins at `shared`
 //   kStagingTokens                rows that a warpgroup writes out at a time, at most
 //   kBulkStores                   whether rows of a block follow each other in the result
+//   kSplits                       whether items may be split
 //   Source(params, args, shared)  all threads of the CTA
 //   int items()                   what the clusters walk over
 //   Item item(i, rank)            one warp
@@ -47,6 +49,9 @@ namespace wonly::transposed_warpgroup {
 
 template <typename S>
 constexpr int kRunBytes = kWarps * S::kTiles * 32 * 16;  // sums of a CTA's block for eight tokens
+template <typename S>
+constexpr int kStoredTokens = std::min(S::kStagingTokens, S::kTokens / 2);  // by the copy engine at a time
+constexpr int kMostParts = 4;                                               // in which two CTAs exchange their sums
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
@@ -67,19 +72,23 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int lane = threadIdx.x % 32;
   const int rank = ptx::cluster_rank();
 
-  if (threadIdx.x == 0) {
+  // By the last warp, which has nothing else to do yet: copies wait for it.
+  if (threadIdx.x == S::kThreads - 32) {
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(full + i, S::kArrivals);
       ptx::barrier_init(empty + i, kWarps * params.partners * ptx::kArrivals);
     }
-    ptx::barrier_init(received, 1);
+    for (int i = 0; i < kMostParts; ++i) ptx::barrier_init(received + i, 1);
     ptx::barrier_init_fence();
   }
   const typename S::Source source(params.source, args, shared + S::kSourceAt);
-  __syncthreads();
-  // Others of the cluster copy to here before they meet at the end.
-  if (params.partners == 2) ptx::cluster_share();
-  const Cta<S> cta{params, dy_map, dy_last, source, full, empty, ring, warp, lane, rank, ptx::cluster_index()};
+  if (params.partners == 2) {
+    __syncwarp();
+    ptx::cluster_arrive();
+  } else {
+    __syncthreads();
+  }
+  const Cta<S> cta{params, dy_map, dy_last, source, full, empty, ring, warp, lane, rank, static_cast<int>(blockIdx.x)};
 
   if (warp >= kWarps) {
     if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kProducerRegisters>();
@@ -92,6 +101,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     __syncwarp();
     if (last_split) ptx::cluster_meet();
   } else {
+    cta.wait_for_barriers();
     if constexpr (S::kMovesRegisters) ptx::raise_registers<S::kConsumerRegisters>();
     const int warpgroup = warp / 4;
     const int g = lane / 4;
@@ -170,12 +180,47 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
       for (auto& sums : acc) ptx::keep(sums);  // nobody reads them earlier
 
-      if (!item.split) {
+      // Rows that were staged, `count` of them, those of the item from `first` on.
+      const auto store = [&](int first, int count) {
+        const bool bulk = bulk_stores && count % kStoredTokens<S> == 0;
+        if (bulk) ptx::fence_shared_for_async();
+        sync();
+        if (!bulk) {
+          store_staged(item, first, min(item.rows - first, count));
+        } else if (thread == 0) {
+#pragma unroll
+          for (int tile = 0; tile < S::kTiles; ++tile) {
+            const int k = item.k0 + (warpgroup * S::kTiles + tile) * 64;
+            if (k >= args.k) break;
+            for (int row = 0; row < count; row += kStoredTokens<S>) {
+              ptx::tensor_store_3d(&dx_map, staging + (tile * S::kStagingTokens + row) * 128, k,
+                                   item.first + first + row, item.weights);
+            }
+          }
+        }
+      };
+      if (!S::Source::kSplits || !item.split) {
         if (params.wide_result) {
+          // Through shared memory that a thread has to itself, for one loop instead of a store for every register.
+          constexpr int kRuns = S::kTokens / 8, kAtOnce = std::min(kRuns, S::kStagingBytes / (128 * 16));
+          static_assert(kRuns % kAtOnce == 0);
+          float4* const own = reinterpret_cast<float4*>(staging) + thread;
 #pragma unroll
           for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll
-            for (int run = 0; run < S::kTokens / 8; ++run) store_wide(item, tile, run * 8, sums_of(tile, run));
+            for (int first = 0; first < kRuns; first += kAtOnce) {
+#pragma unroll
+              for (int run = 0; run < kAtOnce; ++run) {
+                const float* const d = sums_of(tile, first + run);
+                own[run * 128] = make_float4(d[0], d[1], d[2], d[3]);
+              }
+#pragma unroll 1
+              for (int run = 0; run < kAtOnce; ++run) {
+                const float4 v = own[run * 128];
+                const float sums[4] = {v.x, v.y, v.z, v.w};
+                store_wide(item, tile, (first + run) * 8, sums);
+              }
+            }
           }
           continue;
         }
@@ -191,88 +236,138 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               stage(tile, i, sums_of(tile, (first + i) / 8), sums_of(tile, (first + i) / 8 + 1));
             }
           }
-          if (bulk_stores) ptx::fence_shared_for_async();
-          sync();
-          if (!bulk_stores) {
-            store_staged(item, first, min(item.rows - first, S::kStagingTokens));
-          } else if (thread == 0) {
-#pragma unroll
-            for (int tile = 0; tile < S::kTiles; ++tile) {
-              const int k = item.k0 + (warpgroup * S::kTiles + tile) * 64;
-              if (k >= args.k) break;
-              ptx::tensor_store_3d(&dx_map, staging + tile * S::kStagingTokens * 128, k, item.first + first,
-                                   item.weights);
-            }
-          }
+          store(first, S::kStagingTokens);
         }
         continue;
       }
 
-      // Runs of eight tokens: each rank finishes as many, and gets their sums from the others, as the accumulators lie.
-      // They take the place of the stages: first those of this CTA, then what comes from the others.
-      const int runs = (item.rows + 7) / 8, most = (runs + params.cluster - 1) / params.cluster;
-      const auto count_of = [&](int owner) { return max(min(most, runs - owner * most), 0); };
-      const int mine = count_of(rank), first_row = rank * most * 8;
-      if (threadIdx.x == 0) ptx::barrier_expect(received, (params.cluster - 1) * mine * kRunBytes<S>);
-      __syncwarp();
-      // Nobody reads the stages any more: what others of the cluster wait for.
-      asm volatile("bar.sync 3, %0;\n" ::"n"(kConsumers * 128) : "memory");
-      ptx::cluster_arrive();
-      const auto sums_at = [&](int run, int tile) {
-        return reinterpret_cast<float4*>(ring + run * kRunBytes<S>) + tile * kWarps * 32 + threadIdx.x;
-      };
-      const auto put = [&](bool own) {
-#pragma unroll
-        for (int run = 0; run < S::kTokens / 8; ++run) {
-          if (run >= runs) break;
-          if ((run >= rank * most && run < rank * most + mine) != own) continue;
-#pragma unroll
-          for (int tile = 0; tile < S::kTiles; ++tile) {
-            const float* const d = sums_of(tile, run);
-            *sums_at(run, tile) = make_float4(d[0], d[1], d[2], d[3]);
+      if constexpr (S::Source::kSplits) {
+        // Each rank finishes as many runs of eight tokens, for which the others send it their sums, as the accumulators
+        // lie, to where stages were: a thread adds what the same threads of all ranks have.
+        constexpr int kRuns = S::kTokens / 8, kHalf = kRuns / 2, kPart = std::min(kHalf, 4);
+        static_assert(kHalf / kPart <= kMostParts && kHalf % kPart == 0 && kPart % 2 == 0);
+        const bool two = params.cluster == 2 && !params.wide_result;
+        int rest;
+        const int runs = (item.rows + 7) / 8;
+        const int most = two ? kHalf : params.ranks.divide(runs + params.cluster - 1, &rest);
+        const auto count_of = [&](int owner) { return max(min(most, runs - owner * most), 0); };
+        const int mine = count_of(rank), first_row = rank * most * 8;
+        if (threadIdx.x == 0) {
+          if (two) {
+            for (int part = 0; part < kHalf / kPart; ++part) {
+              ptx::barrier_expect(received + part, max(min(kPart, mine - part * kPart), 0) * kRunBytes<S>);
+            }
+          } else {
+            ptx::barrier_expect(received, (params.cluster - 1) * mine * kRunBytes<S>);
           }
         }
-      };
-      put(false);
-      ptx::fence_shared_for_async();
-      asm volatile("bar.sync 3, %0;\n" ::"n"(kConsumers * 128) : "memory");
-      ptx::cluster_wait();
-      if (warp < params.cluster && warp != rank && ptx::elect_one()) {
-        const int bytes = count_of(warp) * kRunBytes<S>;
-        uint8_t* const to = ring + (runs + (rank - (rank > warp)) * most) * kRunBytes<S>;
-        if (bytes > 0) ptx::bulk_copy_to_rank(to, ring + warp * most * kRunBytes<S>, bytes, received, warp);
-      }
-      __syncwarp();
-      put(true);  // which this thread alone reads, while the others' are on their way
-      __syncwarp();
-      if (thread == 0) ptx::tensor_stores_wait();
-      sync();
-      ptx::barrier_wait(received, 0);
-#pragma unroll 1
-      for (int run = 0; run < mine; run += 2) {
+        __syncwarp();
+        if (thread == 0) ptx::tensor_stores_wait();
+        const auto sums_at = [&](int run, int tile) {
+          return reinterpret_cast<float4*>(ring + run * kRunBytes<S>) + tile * kWarps * 32 + threadIdx.x;
+        };
+        if (two) {
+          ptx::cluster_meet();  // nobody reads the stages any more
+          sync();
+          // A part is on its way while the one before is added to what is here.
+          const auto of_rank = [&](int owner, int tile, int run, float (&to)[4]) {
+            const float *const low = sums_of(tile, run), *const high = sums_of(tile, kHalf + run);
 #pragma unroll
-        for (int tile = 0; tile < S::kTiles; ++tile) {
-          float sums[2][4] = {};
-#pragma unroll 1
-          for (int other = 0; other < params.cluster; ++other) {
-            const int from = run + (other == rank ? rank * most : runs + (other - (other > rank)) * most);
+            for (int i = 0; i < 4; ++i) to[i] = owner == 0 ? low[i] : high[i];
+          };
+          const int others = count_of(rank ^ 1);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const float4 v = *sums_at(run + half < mine ? from + half : from, tile);
-              sums[half][0] += v.x, sums[half][1] += v.y, sums[half][2] += v.z, sums[half][3] += v.w;
+          for (int part = 0; part <= kHalf / kPart; ++part) {
+#pragma unroll
+            for (int run = part * kPart; run < min(part * kPart + kPart, kHalf); ++run) {
+              if (run >= others) break;
+#pragma unroll
+              for (int tile = 0; tile < S::kTiles; ++tile) {
+                float sums[4];
+                of_rank(rank ^ 1, tile, run, sums);
+                ptx::store_async_at_rank(sums_at(run, tile), make_float4(sums[0], sums[1], sums[2], sums[3]),
+                                         received + part, rank ^ 1);
+              }
+            }
+            if (part == 0) continue;
+            ptx::barrier_wait(received + part - 1, 0);
+#pragma unroll
+            for (int run = (part - 1) * kPart; run < part * kPart; run += 2) {
+              if (run >= mine) break;
+#pragma unroll
+              for (int tile = 0; tile < S::kTiles; ++tile) {
+                float sums[2][4];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                  of_rank(rank, tile, run + i, sums[i]);
+                  const float4 v = *sums_at(run + i, tile);  // any numbers where there is no such run
+                  sums[i][0] += v.x, sums[i][1] += v.y, sums[i][2] += v.z, sums[i][3] += v.w;
+                }
+                stage(tile, run * 8, sums[0], sums[1]);
+              }
             }
           }
-          if (params.wide_result) {
-            store_wide(item, tile, first_row + run * 8, sums[0]);
-            if (run + 1 < mine) store_wide(item, tile, first_row + run * 8 + 8, sums[1]);
-          } else {
-            stage(tile, run * 8, sums[0], sums[1]);
+        } else {
+          // Nobody here reads the stages any more: what others of the cluster wait for.
+          ptx::named_sync<3, kConsumers * 128>();
+          ptx::cluster_arrive();
+          // To one or two others from registers, to more in one piece each.
+          const bool direct = params.cluster <= 3;
+          if (direct) ptx::cluster_wait();
+          const auto place_at = [&](int owner) { return runs + (rank - (rank > owner)) * most; };
+          int owner = 0, of_owner = 0;
+#pragma unroll
+          for (int run = 0; run < kRuns; ++run) {
+            if (run >= runs) break;
+#pragma unroll
+            for (int tile = 0; tile < S::kTiles; ++tile) {
+              const float* const d = sums_of(tile, run);
+              const float4 four = make_float4(d[0], d[1], d[2], d[3]);
+              if (direct && owner != rank) {
+                ptx::store_async_at_rank(sums_at(place_at(owner) + of_owner, tile), four, received, owner);
+              } else {
+                *sums_at(run, tile) = four;
+              }
+            }
+            if (++of_owner == most) of_owner = 0, ++owner;
+          }
+          if (!direct) {
+            ptx::fence_shared_for_async();
+            ptx::named_sync<3, kConsumers * 128>();
+            ptx::cluster_wait();
+            if (warp < params.cluster && warp != rank && ptx::elect_one()) {
+              const int bytes = count_of(warp) * kRunBytes<S>;
+              uint8_t* const to = ring + place_at(warp) * kRunBytes<S>;
+              if (bytes > 0) ptx::bulk_copy_to_rank(to, ring + warp * most * kRunBytes<S>, bytes, received, warp);
+            }
+          }
+          __syncwarp();
+          ptx::barrier_wait(received, 0);
+#pragma unroll 1
+          for (int run = 0; run < mine; run += 2) {
+#pragma unroll
+            for (int tile = 0; tile < S::kTiles; ++tile) {
+              float sums[2][4] = {};
+#pragma unroll 3
+              for (int other = 0; other < params.cluster; ++other) {
+                const int from = other == rank ? rank * most : runs + (other - (other > rank)) * most;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                  const float4 v = *sums_at(from + min(run + i, mine - 1), tile);
+                  sums[i][0] += v.x, sums[i][1] += v.y, sums[i][2] += v.z, sums[i][3] += v.w;
+                }
+              }
+              if (!params.wide_result) {
+                stage(tile, run * 8, sums[0], sums[1]);
+                continue;
+              }
+              store_wide(item, tile, first_row + run * 8, sums[0]);
+              if (run + 1 < mine) store_wide(item, tile, first_row + run * 8 + 8, sums[1]);
+            }
           }
         }
+        if (!params.wide_result) store(first_row, mine * 8);
       }
-      if (params.wide_result) continue;
-      sync();
-      store_staged(item, first_row, min(item.rows - first_row, mine * 8));
     }
     if (thread == 0) ptx::tensor_stores_wait();
   }
@@ -291,6 +386,7 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
   const MatmulArgs& args = params.args;
   const int clusters = std::max(1, config.clusters);
   params.cluster = config.cluster;
+  params.ranks = Divisor(config.cluster);
   params.partners = config.partners;
   Consecutive::Params& walk = params.source;
   walk.token_blocks = static_cast<int>(ceil_div(args.m, S::kTokens));
@@ -302,14 +398,16 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
                    : config.partners == config.cluster ? static_cast<int>(groups % clusters)
                                                        : static_cast<int>(groups);
   if (rest * config.partners > clusters) return cudaErrorInvalidConfiguration;
-  if (rest > 0 && config.cluster > ceil_div(args.n, kStageN)) return cudaErrorInvalidConfiguration;
+  if (rest > 0 && config.cluster > ceil_div(args.n, S::kOutputs)) return cudaErrorInvalidConfiguration;
   const int64_t runs = std::min<int64_t>(ceil_div(args.m, 8), S::kTokens / 8);
   const int64_t received = ceil_div(runs, config.cluster) * (config.cluster - 1);
-  if (rest > 0 && (runs + received) * kRunBytes<S> > S::kRingBytes) return cudaErrorInvalidConfiguration;
+  const bool halves = config.cluster == 2 && !params.wide_result;
+  if (rest > 0 && !halves && (runs + received) * kRunBytes<S> > S::kRingBytes) return cudaErrorInvalidConfiguration;
   walk.whole = static_cast<int>(groups) - rest;
   walk.items = walk.whole + rest * config.partners;
   walk.partners = config.partners;
-  walk.stages = static_cast<int>(ceil_div(args.n, kStageN));
+  walk.one_run = args.batch == 1 && walk.token_blocks <= kRunOfTokens;
+  walk.stages = static_cast<int>(ceil_div(args.n, S::kOutputs));
   walk.stages_each = walk.stages / config.cluster;
   walk.stages_more = walk.stages % config.cluster;
   walk.of_batch = Divisor(walk.token_blocks * walk.groups);
@@ -327,12 +425,13 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
   cudaError_t error =
       describe_blocks(args.m, S::kTokens / config.partners, &dy_map, &dy_last,
                       [&](int tokens, CUtensorMap* map) { return describe_activations(dy, tokens, map); });
-  if (params.rows_of_16_bytes && error == cudaSuccess) error = describe_activations(dx, S::kStagingTokens, &dx_map);
+  if (params.rows_of_16_bytes && error == cudaSuccess) error = describe_activations(dx, kStoredTokens<S>, &dx_map);
   if (error != cudaSuccess) return error;
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(params.clusters * config.cluster));
+  shape.grid = dim3(static_cast<unsigned>(params.clusters), static_cast<unsigned>(config.cluster));
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
+  shape.cluster_along_y = true;
   shape.shared_bytes = S::kSharedBytes;
   return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, dy_map, dy_last, dx_map);
 }

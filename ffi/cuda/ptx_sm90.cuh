@@ -66,7 +66,7 @@ __device__ __forceinline__ void barrier_arrive_twice(uint64_t* barrier, bool her
   asm volatile(
       "{\n.reg .pred here, there;\n.reg .u32 at;\nsetp.ne.b32 here, %1, 0;\nsetp.ne.b32 there, %2, 0;\n"
       "@here mbarrier.arrive.shared::cta.b64 _, [%0];\n"
-      "@there mapa.shared::cluster.u32 at, %0, %3;\n"
+      "mapa.shared::cluster.u32 at, %0, %3;\n"
       "@there mbarrier.arrive.shared::cluster.b64 _, [at];\n}\n" ::"r"(shared_address(barrier)),
       "r"(static_cast<int>(here)), "r"(static_cast<int>(there)), "r"(rank)
       : "memory");

@@ -19,7 +19,7 @@ struct Spans {
   };
   static constexpr int kSharedBytes = ragged::kMostPlanBytes;
   static constexpr int kStagingTokens = 64;
-  static constexpr bool kBulkStores = false;
+  static constexpr bool kBulkStores = false, kSplits = false;
 
   const Params& params;
   ragged::Plan plan;
@@ -56,7 +56,7 @@ cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int 
   const int64_t groups = ceil_div(args.k, kBlockInputs * params.partners), tiles = ragged::most_tiles(work);
   if (tiles * groups > INT32_MAX / 2) return cudaErrorInvalidValue;
   params.clusters = static_cast<int>(std::min<int64_t>(tiles * groups, std::max(1, multiprocessors / params.cluster)));
-  params.source = {work, static_cast<int>(groups), params.partners, static_cast<int>(ceil_div(args.n, kStageN))};
+  params.source = {work, static_cast<int>(groups), params.partners, static_cast<int>(ceil_div(args.n, kRunN))};
   MatmulArgs dy = args;
   dy.k = args.n;
   dy.m = work.m;
@@ -65,8 +65,9 @@ cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int 
     return error;
   }
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(params.clusters * params.cluster));
+  shape.grid = dim3(static_cast<unsigned>(params.clusters), static_cast<unsigned>(params.cluster));
   shape.cluster = params.cluster;
+  shape.cluster_along_y = true;
   return with_shape<Spans, X>(args, work.tile_rows, [&](auto* s) {
     using S = std::remove_pointer_t<decltype(s)>;
     shape.threads = S::kThreads;

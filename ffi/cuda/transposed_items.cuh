@@ -12,6 +12,7 @@ constexpr int kConsumers = 2;  // warpgroups
 constexpr int kWarps = kConsumers * 4;
 constexpr int kBarrierBytes = 1024;
 constexpr int kMostSharedBytes = 227 << 10;
+constexpr int kRunN = 64;        // outputs that are summed over at a time
 constexpr int kRunOfTokens = 8;  // blocks of tokens that run beside each other with the same weights
 
 // What a cluster works on: a block for every CTA, or one for all of them, of which each has some stages.
@@ -28,6 +29,7 @@ struct Params {
   MatmulArgs args;
   typename Source::Params source;
   int cluster, clusters;  // CTAs of a cluster, and clusters
+  Divisor ranks;          // the former, where items may be split
   int partners;           // CTAs of a cluster that bring each other dy, 1 or 2, where its item is not split
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
   bool simple;            // a weight is (code - integer) * scale with a scale of dy's type
@@ -41,13 +43,14 @@ struct Consecutive {
     int token_blocks, groups;  // groups: of partners, along the inputs
     int whole, items;
     int partners, tokens, inputs;
+    bool one_run;                          // of one batch entry
     int stages, stages_each, stages_more;  // of a split item: of each rank, and how many have one more
     Divisor of_batch, of_run;              // blocks of tokens and groups, all and those of a run
     Divisor run, last_run;                 // blocks of tokens of a run, and of the last one
   };
   static constexpr int kSharedBytes = 0;
   static constexpr int kStagingTokens = 128;
-  static constexpr bool kBulkStores = true;
+  static constexpr bool kBulkStores = true, kSplits = true;
 
   const Params& params;
   int64_t m;
@@ -63,9 +66,12 @@ struct Consecutive {
     const bool two = params.partners == 2;
     const int group = item.split ? params.whole + (two ? rest >> 1 : rest) : index;
     const int partner = !item.split ? rank : two ? rest & 1 : 0;
-    int within, in_run, of_run;
-    item.weights = params.of_batch.divide(group, &within);
-    const int run = params.of_run.divide(within, &in_run);
+    int in_run = group, of_run, run = 0;
+    if (!params.one_run) {
+      int within;
+      item.weights = params.of_batch.divide(group, &within);
+      run = params.of_run.divide(within, &in_run);
+    }
     const bool last = run * kRunOfTokens + kRunOfTokens > params.token_blocks;
     const int k_group = (last ? params.last_run : params.run).divide(in_run, &of_run);
     item.first = (run * kRunOfTokens + of_run) * params.tokens;
@@ -95,28 +101,39 @@ struct Cta {
   int warp, lane, rank;
   int first_item;
 
+  // All threads, once, before the first use of barriers: others of the cluster copy to here before they meet at the
+  // end.
+  __device__ __forceinline__ void wait_for_barriers() const {
+    if (params.partners == 2) ptx::cluster_wait();
+  }
+
   // Starts the copies of dy for a stage, and tells its barrier of them; by one thread.
   __device__ __forceinline__ void copy_dy(int slot, int n, int row, int batch, bool split) const {
-    constexpr int kRowBytes = S::kDyBytes / S::kTokens;
+    constexpr int kRowBytes = kRunN * 2, kRuns = S::kOutputs / kRunN;
     uint8_t* const to = ring + slot * S::kStageBytes + S::kDyAt;
     const int rows = source.copied_rows(row, S::kTokens), all = params.partners == 1 ? S::kTokens : S::kTokens / 2;
-    ptx::barrier_expect(full + slot, rows * kRowBytes);
+    ptx::barrier_expect(full + slot, kRuns * rows * kRowBytes);
     const bool shared = params.partners == 2 && !split;
     for (int first = shared ? rank * all : 0; first < rows; first += all) {
       const CUtensorMap* const map = rows - first < all ? &dy_last : &dy_map;
-      if (shared) {
-        ptx::tensor_copy_3d_multicast(to + first * kRowBytes, map, n, row + first, batch, full + slot, 3);
-        break;
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        uint8_t* const of_run = to + (run * S::kTokens + first) * kRowBytes;
+        if (shared) {
+          ptx::tensor_copy_3d_multicast(of_run, map, n + run * kRunN, row + first, batch, full + slot, 3);
+        } else {
+          ptx::tensor_copy_3d(of_run, map, n + run * kRunN, row + first, batch, full + slot);
+        }
       }
-      ptx::tensor_copy_3d(to + first * kRowBytes, map, n, row + first, batch, full + slot);
+      if (shared) break;
     }
   }
 
   // A warp that multiplies has done with a stage of `item`.
   __device__ __forceinline__ void release(const Item& item, int slot) const {
     __syncwarp();
-    const bool arrives = ptx::arrives(lane);
-    ptx::barrier_arrive_twice(empty + slot, arrives, arrives && params.partners == 2, item.split ? rank : rank ^ 1);
+    const bool arrives = ptx::arrives(lane), two = params.partners == 2;
+    ptx::barrier_arrive_twice(empty + slot, arrives, arrives && two, two && !item.split ? rank ^ 1 : rank);
   }
 };
 

@@ -66,9 +66,11 @@ struct RegisterShape {
   static constexpr int kTiles = kBlockK / (kConsumers * 64);  // of 64 inputs, of a warpgroup
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kColumns = kTokens, kParts = 1;
-  static constexpr int kDyAt = 0, kDyBytes = kTokens * kStageN * 2;
-  static constexpr int kWeightsAt = kDyBytes, kPackedTiles = kBlockK / tile_k(kBits);
-  static constexpr int kScalesAt = kWeightsAt + kPackedTiles * kTileBytes, kScaleBytes = kStageN * 2;  // of a row
+  static constexpr int kOutputs = stage_outputs(kTokens, true), kRuns = kOutputs / kRunN;
+  static constexpr int kDyAt = 0, kRunDyBytes = kTokens * kRunN * 2, kDyBytes = kRuns * kRunDyBytes;
+  static constexpr int kPackedTiles = kBlockK / tile_k(kBits), kRunWeightBytes = kPackedTiles * kTileBytes;
+  static constexpr int kWeightsAt = kDyBytes, kScalesAt = kWeightsAt + kRuns * kRunWeightBytes;
+  static constexpr int kScaleBytes = kOutputs * 2;  // of a row
   static constexpr int kStageBytes = (kScalesAt + kTiles * kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kStagingTokens = std::min(kTokens, Source::kStagingTokens / kTiles);
   static constexpr int kStagingBytes = kStagingTokens * kTiles * 128;  // of one warpgroup
@@ -88,9 +90,13 @@ template <typename S>
 __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   const auto& params = cta.params;
   const MatmulArgs& args = params.args;
-  const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
+  // In 32 bits: the first copies wait for this.
+  const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
+  const int outputs = static_cast<int>(args.n), last_group = static_cast<int>(args.groups) - 1;
   const bool two_rows = S::kTiles == 2 && params.log2_group_blocks == 2;  // of scales
   bool last_split = false;
+  if (cta.warp == kWarps && cta.lane == 0) ptx::prefetch_map(&cta.dy_map);
+  cta.wait_for_barriers();
   RingPosition<S::kStages> at;
   for (int index = cta.first_item; index < cta.source.items(); index += params.clusters) {
     const Item item = cta.source.item(index, cta.rank);
@@ -100,35 +106,40 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
       for (int stage = item.begin; stage < item.end; ++stage, at.advance()) {
         ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
         if (!ptx::elect_one()) continue;
-        cta.copy_dy(at.slot, stage * kStageN, item.first, batch, item.split);
+        cta.copy_dy(at.slot, stage * S::kOutputs, item.first, batch, item.split);
       }
       continue;
     }
     if (cta.warp > kWarps + 1) continue;
     const int first_tile = item.k0 / tile_k(S::kBits);
     const int weight_bytes = max(0, min(S::kPackedTiles, k_tiles - first_tile)) * kTileBytes;
+    const uint32_t next_run = k_tiles * kTileWords;
     const uint32_t* words = args.qw + item.weights * args.qw_batch_stride +
-                            (static_cast<int64_t>(item.begin) * k_tiles + first_tile) * kTileWords;
+                            static_cast<uint64_t>(item.begin * S::kRuns) * next_run + first_tile * kTileWords;
     const int group = params.log2_group_blocks < 0 ? 0 : item.k0 / 32 >> params.log2_group_blocks;
-    const auto row_of = [&](int64_t group) {
+    const auto row_of = [&](int group) {
       return static_cast<const uint16_t*>(args.scales) + item.weights * args.scales_batch_stride +
-             min(group, args.groups - 1) * args.n;
+             static_cast<uint64_t>(static_cast<uint32_t>(min(group, last_group))) * static_cast<uint32_t>(outputs);
     };
     const uint16_t *const scales = row_of(group), *const more_scales = row_of(group + 1);
-    for (int stage = item.begin; stage < item.end; ++stage, words += k_tiles * kTileWords, at.advance()) {
+    for (int stage = item.begin; stage < item.end; ++stage, words += S::kRuns * next_run, at.advance()) {
       ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
       if (!ptx::elect_one()) continue;
       uint64_t* const full = cta.full + at.slot;
       uint8_t* const to = cta.ring + at.slot * S::kStageBytes;
-      ptx::barrier_expect(full, weight_bytes + (two_rows ? 2 : 1) * S::kScaleBytes);
-      if (weight_bytes > 0) ptx::bulk_copy(to + S::kWeightsAt, words, weight_bytes, full);
+      const int n = stage * S::kOutputs, left = outputs - n, runs = S::kRuns == 1 || left <= kRunN ? 1 : 2;
+      ptx::barrier_expect(full, runs * weight_bytes + (two_rows ? 2 : 1) * S::kScaleBytes);
+#pragma unroll
+      for (int run = 0; run < S::kRuns; ++run) {
+        if (run >= runs || weight_bytes == 0) break;  // codes of any kind meet zeros of dy
+        ptx::bulk_copy(to + S::kWeightsAt + run * S::kRunWeightBytes, words + run * next_run, weight_bytes, full);
+      }
       const auto copy_scales = [&](uint8_t* row, const uint16_t* from) {
-        const int64_t n = static_cast<int64_t>(stage) * kStageN;
-        const int count = static_cast<int>(min(static_cast<int64_t>(kStageN), args.n - n));
+        const int count = min(S::kOutputs, left);
         ptx::bulk_copy(row, from + n, count * 2, full);
         // Beyond the last output others of the group, which meet zeros of dy.
-        for (int copied = count; copied < kStageN;) {
-          const int more = static_cast<int>(min(static_cast<int64_t>(kStageN - copied), args.n));
+        for (int copied = count; copied < S::kOutputs;) {
+          const int more = min(S::kOutputs - copied, outputs);
           ptx::bulk_copy(row + copied * 2, from, more * 2, full);
           copied += more;
         }
@@ -161,18 +172,23 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
 
   // In registers: the compiler would find them again for each stage.
   const bool here = ptx::arrives(cta.lane);
-  int own[5] = {words_at, scales_at, here, here && cta.params.partners == 2, item.split ? cta.rank : cta.rank ^ 1};
+  const bool two = cta.params.partners == 2;
+  int own[5] = {words_at, scales_at, here, here && two, two && !item.split ? cta.rank ^ 1 : cta.rank};
   ptx::keep(own);
 
   // What the weights of a stage, which has landed, are products of.
   uint32_t numbers[kAtomsPerTile][kMoved][kPairs], scales[2 * kAtomsPerTile];
-  const auto load = [&] {
-    ptx::barrier_wait(cta.full + at.slot, at.phase);
-    const uint8_t* const from = cta.ring + at.slot * S::kStageBytes;
+  int stage_at = at.slot * S::kStageBytes;  // in the ring
+  const auto advance = [&] {
+    at.advance();
+    stage_at = at.slot == 0 ? 0 : stage_at + S::kStageBytes;
+  };
+  const auto load = [&](int run) {
+    const uint8_t* const from = cta.ring + stage_at;
     uint32_t words[kAtomsPerTile][kWords];
 #pragma unroll
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-      const uint8_t* const of_atom = from + own[0] + atom * kAtomWords * 4;
+      const uint8_t* const of_atom = from + own[0] + run * S::kRunWeightBytes + atom * kAtomWords * 4;
       if constexpr (kWords == 4) {
         const uint4 four = *reinterpret_cast<const uint4*>(of_atom);
         words[atom][0] = four.x, words[atom][1] = four.y, words[atom][2] = four.z, words[atom][3] = four.w;
@@ -184,7 +200,7 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
 #pragma unroll
     for (int two = 0; two < kAtomsPerTile; two += 2) {
       uint32_t of_two[4];
-      ptx::load_matrices(of_two, ptx::shared_address(from) + own[1] + two * kAtomN * 2);
+      ptx::load_matrices(of_two, ptx::shared_address(from) + own[1] + (run * kRunN + two * kAtomN) * 2);
 #pragma unroll
       for (int i = 0; i < 4; ++i) scales[two * 2 + i] = of_two[i];
     }
@@ -223,8 +239,8 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
   };
   const uint64_t first_dy = ptx::wgmma_descriptor(cta.ring + S::kDyAt);
   const uint32_t high = first_dy >> 32, low = static_cast<uint32_t>(first_dy);
-  const auto multiply = [&](const uint32_t (&with)[kAtomsPerTile][S::kTiles][4], bool first) {
-    const uint64_t dy = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
+  const auto multiply = [&](const uint32_t (&with)[kAtomsPerTile][S::kTiles][4], int run, bool first) {
+    const uint64_t dy = static_cast<uint64_t>(high) << 32 | (low + (stage_at >> 4) + (run * S::kRunDyBytes >> 4));
     ptx::wgmma_fence();
 #pragma unroll
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
@@ -244,29 +260,65 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
   // Once the registers of the weights before the last may be written nothing is left to do but to scale, as the tensor
   // cores may be waiting already: all else happens while products run.
   uint32_t weights[2][kAtomsPerTile][S::kTiles][4];
-  int done = at.slot < 2 ? at.slot + S::kStages - 2 : at.slot - 2;  // the slot of the stage before the last
-  const auto release = [&](bool filled) {
+  const auto release = [&](uint64_t* barrier, bool filled) {
     __syncwarp();
-    ptx::barrier_arrive_twice(cta.empty + done, filled && own[2], filled && own[3], own[4]);
-    if (++done == S::kStages) done = 0;
+    ptx::barrier_arrive_twice(barrier, filled && own[2], filled && own[3], own[4]);
   };
-  load();
+  const auto wait_full = [&] { ptx::barrier_wait(cta.full + at.slot, at.phase); };
+  wait_full();
+  load(0);
   int stage = item.begin;
-  const auto next = [&](uint32_t (&of_stage)[kAtomsPerTile][S::kTiles][4]) {
-    scale(of_stage);
-    multiply(of_stage, stage == item.begin);
-    release(stage >= item.begin + 2);
-    at.advance();
-    if (stage + 1 < item.end) load();
-    ptx::wgmma_wait<1>();
-    return ++stage < item.end;
-  };
+  if constexpr (S::kRuns == 2) {
+    int left = min(item.end * 2, static_cast<int>(ceil_div(cta.params.args.n, kRunN))) - stage * 2;  // runs
+    uint64_t* done = cta.empty;  // of the stage before
 #pragma unroll 1
-  while (next(weights[0]) && next(weights[1])) {
+    for (bool first = true;; first = false) {
+      scale(weights[0]);
+      multiply(weights[0], 0, first);
+      // Where there is no second run, any weights meet zeros. What is behind no branch ptxas moves to after the wait
+      // for products.
+      if (left > 1) load(1);
+      ptx::wgmma_wait<1>();
+      scale(weights[1]);
+      multiply(weights[1], 1, false);
+      release(done, !first);
+      done = cta.empty + at.slot;
+      advance();
+      left -= 2;
+      if (left > 0) {
+        wait_full();
+        load(0);
+      }
+      ptx::wgmma_wait<1>();
+      if (left <= 0) break;
+    }
+    ptx::wgmma_wait<0>();
+    release(done, true);
+  } else {
+    int done = at.slot < 2 ? at.slot + S::kStages - 2 : at.slot - 2;  // the slot of the stage before the last
+    const auto release_next = [&](bool filled) {
+      release(cta.empty + done, filled);
+      if (++done == S::kStages) done = 0;
+    };
+    const auto next = [&](uint32_t (&of_stage)[kAtomsPerTile][S::kTiles][4]) {
+      scale(of_stage);
+      multiply(of_stage, 0, stage == item.begin);
+      release_next(stage >= item.begin + 2);
+      advance();
+      if (stage + 1 < item.end) {
+        wait_full();
+        load(0);
+      }
+      ptx::wgmma_wait<1>();
+      return ++stage < item.end;
+    };
+#pragma unroll 1
+    while (next(weights[0]) && next(weights[1])) {
+    }
+    ptx::wgmma_wait<0>();
+    release_next(item.end - item.begin >= 2);
+    release_next(true);
   }
-  ptx::wgmma_wait<0>();
-  release(item.end - item.begin >= 2);
-  release(true);
 }
 
 }  // namespace wonly::transposed_warpgroup

@@ -17,7 +17,7 @@
 
 namespace wonly::transposed_warpgroup {
 
-constexpr int kWeightBytes = 128 * kStageN * 2;
+constexpr int kWeightBytes = 128 * kRunN * 2;
 
 template <typename Source_, typename X_, int kBits_, int kTokens_, int kGroups_>
 struct SharedShape {
@@ -35,9 +35,9 @@ struct SharedShape {
   static constexpr int kConsumerRegisters = kTokens == 256 ? 160 : 120, kProducerRegisters = kTokens == 256 ? 96 : 80;
   static constexpr int kAhead = kTokens == 256 && kGroups == 4 ? 1 : 2;  // stages that a producer loads ahead
   static constexpr int kColumns = kTokens == 256 ? 128 : kTokens, kParts = kTokens / kColumns;
-  static constexpr int kBlockK = 128, kTiles = 1;
+  static constexpr int kBlockK = 128, kTiles = 1, kOutputs = kRunN;
   static constexpr int kPackedTiles = kBlockK / tile_k(kBits);
-  static constexpr int kDyAt = kWeightBytes, kDyBytes = kTokens * kStageN * 2;
+  static constexpr int kDyAt = kWeightBytes, kDyBytes = kTokens * kRunN * 2;
   static constexpr int kStageBytes = kWeightBytes + kDyBytes;
   static constexpr int kStages = kTokens == 256 ? 4 : kTokens == 128 ? 6 : 8;
   static constexpr int kRingBytes = kStages * kStageBytes;
@@ -215,7 +215,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
     words = args.qw + item.weights * args.qw_batch_stride +
             (static_cast<int64_t>(item.begin + stage) * k_tiles + first_tile) * kTileWords + part * kAtomWords +
             lane * 4;
-    const int64_t n = static_cast<int64_t>(item.begin + stage) * kStageN + part * kAtomN + g;
+    const int64_t n = static_cast<int64_t>(item.begin + stage) * kRunN + part * kAtomN + g;
 #pragma unroll
     for (int row = 0; row < S::kGroups; ++row) {
       const int64_t group =
@@ -231,7 +231,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
   const auto load = [&](Packed& to) {
     to.row = -1;
     if (index >= cta.source.items()) return;
-    to.n0 = (item.begin + stage) * kStageN;
+    to.n0 = (item.begin + stage) * kRunN;
     to.row = item.first;
     to.batch = args.x_batch_stride == 0 ? 0 : item.weights;
     to.split = item.split;
@@ -249,8 +249,8 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
     words += words_step;
 #pragma unroll
     for (int row = 0; row < S::kGroups; ++row) {
-      scales[row] += S::kProducers * kStageN * scale_size;
-      shift[row] += S::kProducers * kStageN * shift_size;
+      scales[row] += S::kProducers * kRunN * scale_size;
+      shift[row] += S::kProducers * kRunN * shift_size;
     }
     if (stage >= count) enter_item();
   };
@@ -330,6 +330,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
   Packed first, second;
   load(first);
   if constexpr (S::kAhead == 2) load(second);
+  cta.wait_for_barriers();
   while (first.row >= 0) {
     process(first);
     load(first);
@@ -356,11 +357,11 @@ __device__ __forceinline__ void multiply_stages(const Cta<S>& cta, const Item& i
     const uint64_t dy = ptx::wgmma_descriptor(data + S::kDyAt);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kStageN / 16; ++step) {
+    for (int step = 0; step < kRunN / 16; ++step) {
       const int offset = step * 32 >> 4, accumulate = stage > item.begin || step > 0;
 #pragma unroll
       for (int part = 0; part < S::kParts; ++part) {
-        const uint64_t of_part = dy + (part * S::kColumns * kStageN * 2 >> 4);
+        const uint64_t of_part = dy + (part * S::kColumns * kRunN * 2 >> 4);
         if constexpr (Arithmetic<typename S::X>::kBf16) {
           ptx::WgmmaShared<S::kColumns>::bf16(acc[part], weights + offset, of_part + offset, accumulate);
         } else {
