@@ -72,8 +72,9 @@ def test_few_tokens(rng, bits, mode, dtype):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_many_tokens(rng, bits, mode, dtype):
-    """The same for the kernel for many: blocks of every number of tokens, whose outputs CTAs share or not, with weights
-    in registers (symmetric codes, groups of 128 and more) or in shared memory."""
+    """The same for the kernel for many: blocks of every number of tokens, whose outputs no, two or more CTAs share,
+    with weights in registers (symmetric codes, groups of 128 and more) or in shared memory; outputs that end in either
+    half of a stage."""
     for group_size, m, k, n in [
         (128, 24, 1152, 1096),
         (128, 30, 4224, 72),
@@ -84,6 +85,9 @@ def test_many_tokens(rng, bits, mode, dtype):
         (128, 300, 2688, 200),
         (32, 500, 352, 136),
         (None, 700, 1056, 40),
+        (128, 120, 4096, 584),
+        (128, 257, 1536, 1032),
+        (None, 500, 3968, 648),
     ]:
         weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=dtype)
         dy = random_x(rng, (m, n), dtype)
