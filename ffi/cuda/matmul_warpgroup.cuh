@@ -266,6 +266,25 @@ __device__ __forceinline__ void convert(const uint4& words, const Of& low, const
   convert_half<X, kBits>(words.z, words.w, low, high, a + (kBits == 4 ? 2 : 1));
 }
 
+// A warpgroup's products of the weights of some steps of 16 inputs, from step `first` of a stage on, with that stage's
+// activations: two halves of 64 inputs, `half_bytes` apart. `accumulate`: whether sums go on with the first of them.
+template <typename X, int kColumns, int kSteps>
+__device__ __forceinline__ void multiply_steps(float (&sums)[kColumns / 2], const uint32_t (&weights)[kSteps][4],
+                                               uint64_t x, int first, int half_bytes, bool accumulate) {
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int step = first + i;
+    const uint64_t operand_x = x + ((step / 4 * half_bytes + step % 4 * 32) >> 4);
+    if constexpr (Convert<X>::kBf16) {
+      ptx::Wgmma<kColumns>::bf16(sums, weights[i], operand_x, i > 0 || accumulate);
+    } else {
+      ptx::Wgmma<kColumns>::f16(sums, weights[i], operand_x, i > 0 || accumulate);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
 // A number of 16 or 32 bits in shared memory.
 __device__ __forceinline__ float load_shared(const uint8_t* data, int i, DType type) {
   const bool wide = type == DType::kF32;

@@ -337,16 +337,9 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       }
     };
     const auto set_affine = [&](int group) {
-      const auto pair = [](uint32_t bits) { return __byte_perm(bits, bits, 0x1010); };
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        uint32_t shift = pair(group_shifts[group][i]);
-        if (S::kZeros && bytes) {
-          const float zero = static_cast<float>(group_shifts[group][i]);
-          shift = from_float2<X>(zero, zero);
-        }
-        affine[i] = Rounded::affine_of_pairs(pair(group_scales[group][i]), shift);
-        if (!S::kZeros) affine[i].offset = Rounded::fma(shift, offset_factor, 0x80008000u);
+        affine[i] = Rounded::affine_of_bits(group_scales[group][i], group_shifts[group][i], bytes, offset_factor);
       }
     };
     const auto convert_unit = [&](int unit) {
@@ -365,18 +358,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
 #pragma unroll
     for (float& sum : acc) sum = 0.f;
     const auto multiply_unit = [&](uint64_t x, int unit) {
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < S::kUnitSteps; ++i) {
-        const int step = unit * S::kUnitSteps + i;
-        const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
-        if constexpr (C::kBf16) {
-          ptx::Wgmma<kColumns>::bf16(sums, codes[unit % 2][i], operand_x, true);
-        } else {
-          ptx::Wgmma<kColumns>::f16(sums, codes[unit % 2][i], operand_x, true);
-        }
-      }
-      ptx::wgmma_commit();
+      warpgroup::multiply_steps<X, kColumns>(sums, codes[unit % 2], x, unit * S::kUnitSteps, S::kHalfBytes, true);
     };
 
     const uint8_t* data = ring.stage();
@@ -466,19 +448,8 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       }
     };
     const auto multiply_unit = [&](uint64_t x, int unit) {
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < S::kUnitSteps; ++i) {
-        const int step = unit * S::kUnitSteps + i;
-        const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
-        const bool accumulate = i > 0 || (S::kFlushes == 1 && unit > 0);
-        if constexpr (C::kBf16) {
-          ptx::Wgmma<kColumns>::bf16(part, codes[unit % 2][i], operand_x, accumulate);
-        } else {
-          ptx::Wgmma<kColumns>::f16(part, codes[unit % 2][i], operand_x, accumulate);
-        }
-      }
-      ptx::wgmma_commit();
+      warpgroup::multiply_steps<X, kColumns>(part, codes[unit % 2], x, unit * S::kUnitSteps, S::kHalfBytes,
+                                             S::kFlushes == 1 && unit > 0);
     };
     const auto load_scales = [&](const uint8_t* data, int group) {
       const uint8_t* const from = data + S::kScalesAt + group * S::kScaleStride;

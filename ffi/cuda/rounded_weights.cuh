@@ -102,6 +102,16 @@ struct Convert {
     return to;
   }
 
+  // The same of bits of a scale and a shift, which may be a zero of one byte. Without zeros the shift is what
+  // `offset_factor` makes an offset of.
+  __device__ static Affine affine_of_bits(uint32_t scale, uint32_t shift, bool byte, uint32_t offset_factor) {
+    const auto both = [](uint32_t bits) { return __byte_perm(bits, bits, 0x1010); };
+    const uint32_t pairs = S::kZeros && byte ? pair(static_cast<float>(shift)) : both(shift);
+    Affine to = affine_of_pairs(both(scale), pairs);
+    if constexpr (!S::kZeros) to.offset = fma(pairs, offset_factor, 0x80008000u);
+    return to;
+  }
+
   // A table of float32 numbers, rounded.
   __device__ static ByteTable table(const float* entries) {
     ByteTable table;
