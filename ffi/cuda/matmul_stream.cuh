@@ -681,15 +681,18 @@ cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Con
   }
   params.x_in_pieces_of_16 = args.k * sizeof(X) % 16 == 0;
   if (config.warps < 1 || config.warps > max_warps(config.token_tiles)) return cudaErrorInvalidValue;
-  const bool narrow = config.token_tiles == 1;
-  if constexpr (!Tokens::kTable) {
-    if (args.bits == 8) {
-      return narrow ? launch_tokens<X, 8, 1>(params, source, config, stream)
-                    : launch_tokens<X, 8, 2>(params, source, config, stream);
+  const auto launch = [&](auto bits) {
+    if (config.token_tiles == 1) return launch_tokens<X, bits.value, 1>(params, source, config, stream);
+    if constexpr (!Tokens::kRagged || has_wide_tiles(bits.value, sizeof(X))) {
+      return launch_tokens<X, bits.value, 2>(params, source, config, stream);
+    } else {
+      return cudaErrorInvalidValue;
     }
+  };
+  if constexpr (!Tokens::kTable) {
+    if (args.bits == 8) return launch(std::integral_constant<int, 8>{});
   }
-  return narrow ? launch_tokens<X, 4, 1>(params, source, config, stream)
-                : launch_tokens<X, 4, 2>(params, source, config, stream);
+  return launch(std::integral_constant<int, 4>{});
 }
 
 }  // namespace wonly::stream

@@ -27,6 +27,9 @@ cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_
 // ShiftMode::kTable, for 16-bit activations.
 cudaError_t launch_table(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
+// Whether ragged products have tiles of 16 rows: with four bits, and in float32, two of 8 rows take less.
+constexpr bool has_wide_tiles(int bits, int x_size) { return bits == 8 && x_size == 2; }
+
 // Of a ragged product: four atoms, and tiles of 8 * token_tiles rows in its plan.
 cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, const Config& config, cudaStream_t stream);
 

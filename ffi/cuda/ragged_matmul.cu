@@ -20,7 +20,8 @@ constexpr int64_t kDecodeInputs = 1024;
 cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   stream::Config config{};
   config.atoms = 4;
-  config.token_tiles = args.m <= 8 * args.experts ? 1 : 2;
+  const bool wide = stream::has_wide_tiles(args.product.bits, element_size(args.product.x_dtype));
+  config.token_tiles = wide && args.m > 8 * args.experts ? 2 : 1;
   // The tiles that there will be at least, if rows have different experts.
   const int64_t ctas = std::min(args.m, args.experts) * ceil_div(args.product.n, kTileN);
   config.cluster = 1;
