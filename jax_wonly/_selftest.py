@@ -295,8 +295,8 @@ def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
     if not (transpose and platform == "cuda"):  # where gradients dequantize weights with a table
         schemes.append((4, "table", "float16", 64))
     for i, (bits, mode, dtype, size) in enumerate(schemes):
-        # With tens and hundreds of rows for each expert, of 16 bits, other kernels than that for few rows start.
-        rows = 23 if platform == "cpu" or dtype == "float32" else (300, 150, 600)[i % 3]
+        # With a few, tens and hundreds of rows for each expert, of 16 bits, different kernels start.
+        rows = 23 if platform == "cpu" or dtype == "float32" else (300, 150, 600, 13)[i % 4]
         group = size or k
         weight = _Weight(rng, k, n, bits=bits, group_size=group, mode=mode, scale_dtype=dtype, lead=(experts,))
         ids = rng.integers(-1, experts + 1, rows).astype(np.int32)  # some rows have no expert

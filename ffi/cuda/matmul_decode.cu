@@ -17,10 +17,4 @@ cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_byte
                         : launch_int8(args, config, shared_bytes, stream);
 }
 
-cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int ctas, int shared_bytes,
-                          cudaStream_t stream) {
-  return args.bits == 4 ? launch_ragged_int4(args, work, ctas, shared_bytes, stream)
-                        : launch_ragged_int8(args, work, ctas, shared_bytes, stream);
-}
-
 }  // namespace wonly::decode

@@ -28,15 +28,10 @@ inline int tile_tokens(const MatmulArgs& args) { return stage_groups(args) == 4 
 // Group sizes, dtypes and sizes that the kernel takes; sm_90 only.
 bool supports(const MatmulArgs& args);
 
-// Of a ragged product with 16-bit activations: tiles of up to tile_tokens rows in its plan, whose outputs `ctas` CTAs
-// share, at least one for each of ragged::most_tiles. Otherwise as above.
+// Of a ragged product with 16-bit activations and eight bits: tiles of up to tile_tokens rows in its plan, whose
+// outputs `ctas` CTAs share, at least one for each of ragged::most_tiles. Otherwise as above.
 cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int ctas, int shared_bytes,
                           cudaStream_t stream);
-
-cudaError_t launch_ragged_int4(const MatmulArgs& args, const ragged::Work& work, int ctas, int shared_bytes,
-                               cudaStream_t stream);
-cudaError_t launch_ragged_int8(const MatmulArgs& args, const ragged::Work& work, int ctas, int shared_bytes,
-                               cudaStream_t stream);
 
 cudaError_t launch_int4(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
 cudaError_t launch_int8(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);

@@ -2,8 +2,8 @@
 
 namespace wonly::decode {
 
-cudaError_t launch_ragged_int8(const MatmulArgs& args, const ragged::Work& work, int ctas, int shared_bytes,
-                               cudaStream_t stream) {
+cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int ctas, int shared_bytes,
+                          cudaStream_t stream) {
   return launch_bits<8>(args, Ragged{work, 0}, {1, ctas}, shared_bytes, stream);
 }
 

@@ -7,6 +7,7 @@
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ragged.h"
 #include "cuda/ragged_plan.h"
+#include "cuda/ragged_resident.h"
 #include "cuda/ragged_tiled.h"
 #include "cuda/ragged_warpgroup.h"
 
@@ -16,6 +17,9 @@ namespace {
 // Rows of an expert, were they spread evenly, from which on ragged_tiled is faster than matmul_stream.
 constexpr int64_t kTiledRows = 48;
 constexpr int64_t kDecodeInputs = 1024;
+// Rows, and those of an expert, were they spread evenly, up to which ragged_resident is faster than ragged_warpgroup
+// where there are few experts.
+constexpr int64_t kResidentRows = 32, kResidentRowsOfExpert = 4;
 
 cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   stream::Config config{};
@@ -51,7 +55,18 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
   return error;
 }
 
-// cudaErrorInvalidConfiguration where the kernel does not take `args`, or is not expected to be faster.
+// These return cudaErrorInvalidConfiguration where the kernel does not take `args`, or is not expected to be faster.
+
+cudaError_t launch_resident(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
+  // With more rows some experts have more than a tile, for which their weights are read again.
+  const int64_t most = std::max(std::min(kResidentRows, kResidentRowsOfExpert * args.experts), args.experts);
+  if (device.architecture != 90 || args.m > most || !ragged_resident::supports(args.product)) {
+    return cudaErrorInvalidConfiguration;
+  }
+  return ragged_resident::launch(args, device.multiprocessors, shared_share(device, 1), stream);
+}
+
+// Eight bits alone: ragged_resident is at least as fast with four.
 cudaError_t launch_decode(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   MatmulArgs one = args.product;
   one.m = decode::tile_tokens(args.product);
@@ -60,7 +75,7 @@ cudaError_t launch_decode(const RaggedArgs& args, const Device& device, cudaStre
   const int64_t most = args.product.k >= kDecodeInputs
                            ? std::max(std::min<int64_t>(one.m * args.experts, 16), args.experts / 2)
                            : args.experts / 16;
-  if (device.architecture != 90 || args.m > std::min<int64_t>(most, device.multiprocessors) ||
+  if (device.architecture != 90 || args.product.bits != 8 || args.m > std::min<int64_t>(most, device.multiprocessors) ||
       args.product.x_dtype == DType::kF32 || !decode::supports(one)) {
     return cudaErrorInvalidConfiguration;
   }
@@ -81,8 +96,10 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   const bool in_order = device.architecture == 90 && (!ids || ragged::can_order(args));
   const bool table = args.product.shift_mode == ShiftMode::kTable;  // the tiled kernel alone looks codes up
   if (!table) {
-    const cudaError_t error = launch_decode(args, device, stream);
-    if (error != cudaErrorInvalidConfiguration) return error;
+    for (const auto launch : {launch_resident, launch_decode}) {
+      const cudaError_t error = launch(args, device, stream);
+      if (error != cudaErrorInvalidConfiguration) return error;
+    }
   }
   // Ids cost it two kernels more, which put the rows in order.
   const bool warpgroup = in_order && (!ids || args.m >= args.experts);

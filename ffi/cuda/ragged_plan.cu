@@ -111,11 +111,15 @@ cudaError_t order(const RaggedArgs& args, const Work& work, const void** x, cuda
                        static_cast<int>(args.product.k * element_size(args.product.x_dtype) / 16));
 }
 
-cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,
-                 Work* work) {
-  *work = {
+Work own_work(const RaggedArgs& args, int tile_rows) {
+  return {
       args.rows, args.row_mode, static_cast<int>(args.experts), static_cast<int>(args.m), static_cast<int>(args.repeat),
       tile_rows, nullptr};
+}
+
+cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,
+                 Work* work) {
+  *work = own_work(args, tile_rows);
   const bool ids = args.row_mode == RowMode::kIds;
   if (!in_scratch && (ids ? args.m <= kOwnIds : args.experts <= kOwnExperts)) return cudaSuccess;
   work->counts = reinterpret_cast<Counts*>(args.scratch);

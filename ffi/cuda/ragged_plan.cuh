@@ -253,31 +253,29 @@ __device__ __forceinline__ bool find_in_ids(int id, int tile_rows, Pick&& pick, 
 
 // One warp: the same for sizes of up to kSizes experts, in registers too, if they add up to no more rows than there
 // are.
-constexpr int kSizesOfLane = 4, kSizes = 32 * kSizesOfLane, kSizedRows = 1 << 16;
+constexpr int kSizesOfLane = 4, kSizes = 32 * kSizesOfLane;
+constexpr int kSizedRows = 510;  // so that both sums over kSizes sizes, each cut to one more, fit a register
 enum class Search { kFound, kNone, kOther };
 template <typename Pick>
 __device__ __forceinline__ Search find_in_sizes(const Work& work, Pick&& pick, OneTile* found) {
   const int lane = threadIdx.x % 32, log2_rows = __ffs(work.tile_rows) - 1;
   const auto tiles_in = [&](int rows) { return (rows + work.tile_rows - 1) >> log2_rows; };
-  int rows[kSizesOfLane], sum = 0, tiles = 0;
+  int rows[kSizesOfLane];
 #pragma unroll
   for (int i = 0; i < kSizesOfLane; ++i) {
     const int expert = lane * kSizesOfLane + i;
-    rows[i] = expert < work.experts ? min(max(work.rows[expert], 0), kSizedRows) : 0;
+    rows[i] = expert < work.experts ? min(max(work.rows[expert], 0), kSizedRows + 1) : 0;
   }
+  uint32_t both = 0;  // rows, and tiles in the upper half
 #pragma unroll
-  for (int i = 0; i < kSizesOfLane; ++i) {
-    sum += rows[i];
-    tiles += tiles_in(rows[i]);
-  }
-  int rows_to = sum, tiles_to = tiles;
+  for (int i = 0; i < kSizesOfLane; ++i) both += rows[i] | tiles_in(rows[i]) << 16;
+  const int sum = both & 0xffff, tiles = both >> 16;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int more_rows = __shfl_up_sync(kAllLanes, rows_to, distance);
-    const int more_tiles = __shfl_up_sync(kAllLanes, tiles_to, distance);
-    rows_to += lane >= distance ? more_rows : 0;
-    tiles_to += lane >= distance ? more_tiles : 0;
+    const uint32_t more = __shfl_up_sync(kAllLanes, both, distance);
+    both += lane >= distance ? more : 0;
   }
+  const int rows_to = both & 0xffff, tiles_to = both >> 16;
   const int all = __shfl_sync(kAllLanes, rows_to, 31), of_experts = __shfl_sync(kAllLanes, tiles_to, 31);
   if (all > work.m) return Search::kOther;
   const int count = of_experts + tiles_in(work.m - all), tile = picked(pick, count);
@@ -328,7 +326,7 @@ __device__ __forceinline__ int load_id(const Work& work) {
 template <typename Pick>
 __device__ __forceinline__ bool find_tile(const Work& work, int id, Pick&& pick, uint8_t* shared, OneTile* found) {
   if (work.counts == nullptr && work.row_mode == RowMode::kIds) return find_in_ids(id, work.tile_rows, pick, found);
-  if (work.counts == nullptr && work.experts <= kSizes && work.m < kSizedRows) {
+  if (work.counts == nullptr && work.experts <= kSizes && work.m <= kSizedRows) {
     const Search search = find_in_sizes(work, pick, found);
     if (search != Search::kOther) return search == Search::kFound;
   }

@@ -53,6 +53,9 @@ constexpr int plan_bytes(int experts) {
 }
 constexpr int kMostPlanBytes = plan_bytes(kOwnExperts);
 
+// For tiles of `tile_rows` rows that CTAs find themselves.
+Work own_work(const RaggedArgs& args, int tile_rows);
+
 // The plan of `args` for tiles of `tile_rows` rows; enqueues the kernel that makes it where CTAs do not, or where it is
 // wanted `in_scratch`.
 cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,

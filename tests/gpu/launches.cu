@@ -190,27 +190,34 @@ void transposed_products() {
 }
 
 void ragged_products() {
-  constexpr int64_t kExperts = 4;
   for (const bool transposed : {false, true}) {
     for (const DType type : kTypes) {
       for (const int bits : {4, 8}) {
-        for (const int64_t m : {3, 20, 60, 110, 230, 600, 1600}) {
+        for (const auto& [experts, m] : {std::array<int64_t, 2>{4, 3},
+                                         {4, 14},
+                                         {4, 20},
+                                         {40, 36},
+                                         {4, 60},
+                                         {4, 110},
+                                         {4, 230},
+                                         {4, 600},
+                                         {4, 1600}}) {
           for (const bool ids : {false, true}) {
             Case c;
             const int scheme = !transposed && bits == 4 && type != DType::kF32 ? seen % 5 : seen % 4;
             const int64_t k = 256, n = 136;
             RaggedArgs args{};
-            args.product = product(c, 1, m, k, n, 64, bits, type, scheme, transposed, kExperts);
+            args.product = product(c, 1, m, k, n, 64, bits, type, scheme, transposed, experts);
             args.product.batch = args.product.m = args.product.x_batch_stride = 0;  // rows are counted by the plan
-            args.experts = kExperts, args.m = m, args.repeat = 1;
+            args.experts = experts, args.m = m, args.repeat = 1;
             args.row_mode = ids ? RowMode::kIds : RowMode::kSizes;
-            std::vector<int32_t> rows(ids ? m : kExperts);
+            std::vector<int32_t> rows(ids ? m : experts);
             for (int32_t& row : rows) {
-              row = ids ? static_cast<int32_t>(random_word() % (kExperts + 2)) - 1
+              row = ids ? static_cast<int32_t>(random_word() % (experts + 2)) - 1
                         : static_cast<int32_t>(random_word() % static_cast<uint32_t>(m / 2 + 1));
             }
             args.rows = static_cast<int32_t*>(c.copy(rows.data(), rows.size() * 4));
-            args.scratch_words = m * (kRaggedScratchPerRow + 1 + std::max(k, n)) + kExperts * kRaggedScratchPerExpert +
+            args.scratch_words = m * (kRaggedScratchPerRow + 1 + std::max(k, n)) + experts * kRaggedScratchPerExpert +
                                  2 * kRaggedScratchFixed;
             args.scratch = static_cast<int32_t*>(c.room(args.scratch_words * 4));
             c.run("ragged", args.product.y, m * (transposed ? k : n) * element_size(type), [&] {

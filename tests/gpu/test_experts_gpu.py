@@ -127,6 +127,43 @@ def test_one_or_two_rows(rng, experts, group_size):
         assert_rows(y, x, weight, ids)
 
 
+# Inputs, outputs, group size, experts, rows: up to as many rows as experts, or four of each of few.
+FEW_ROWS = [
+    (128, 24, 32, 3, 12),
+    (448, 200, 64, 100, 97),
+    (768, 40, None, 40, 33),
+    (2048, 136, 128, 8, 32),
+    (256, 72, 128, 600, 150),
+    (14336, 64, 256, 5, 20),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_few_rows(rng, mode, dtype):
+    """Up to 128 ids in one launch; more rows than a tile has, and the same bits whoever else has rows."""
+    for k, n, group_size, experts, rows in FEW_ROWS:
+        weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=dtype, lead=(experts,))
+        activation = [None, "relu", "silu"][rng.integers(3)]
+        epilogue = {"bias": [None, random_x(rng, (experts, n))][rng.integers(2)], "activation": activation}
+        x = random_x(rng, (rows, k), dtype)
+        ids = rng.integers(-1, experts + 1, rows).astype(np.int32)
+        ids[rows // 3 : rows // 3 + 11] = ids[0] = experts // 2
+        y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda", **epilogue)
+        assert_rows(y, x, weight, ids, implementation="cuda", **epilogue)
+        others = np.where(ids == ids[0], ids, rng.integers(-1, experts, rows)).astype(np.int32)
+        found = jw.gather_matmul(x, weight.qt, jnp.asarray(others), implementation="cuda", **epilogue)
+        np.testing.assert_array_equal(found[ids == ids[0]], y[ids == ids[0]])
+        order = np.argsort(np.where((ids < 0) | (ids >= experts), experts, ids), kind="stable")
+        sizes = np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).astype(np.int32)
+        in_order = jw.ragged_dot(x[order], weight.qt, jnp.asarray(sizes), implementation="cuda", **epilogue)
+        np.testing.assert_array_equal(in_order, y[order])
+        few = x[: max(rows // 4, 1), None]
+        ids = rng.integers(-1, experts + 1, (len(few), 4)).astype(np.int32)
+        y = jw.gather_matmul(few, weight.qt, jnp.asarray(ids), implementation="cuda", **epilogue)
+        assert_rows(y, few, weight, ids, implementation="cuda", **epilogue)
+
+
 def test_scales_of_any_size(rng):
     """Groups without weight, and with far larger or smaller ones than their neighbours."""
     weight = random_weight(rng, 1024, 64, group_size=128, mode="integer_zeros", lead=(2,))

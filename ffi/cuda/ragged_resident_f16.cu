@@ -1,0 +1,9 @@
+#include "cuda/ragged_resident.cuh"
+
+namespace wonly::ragged_resident {
+
+cudaError_t launch_f16(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream) {
+  return launch_typed<__half>(args, multiprocessors, shared_bytes, stream);
+}
+
+}  // namespace wonly::ragged_resident
