@@ -40,7 +40,8 @@ struct Ring {
     static_assert(kStages * (16 + kNoteBytes) <= kBarrierBytes);
   }
 
-  // All threads of the cluster; `fillers` warps fill a stage besides the copies.
+  // All threads of the cluster; `fillers` warps fill a stage besides the copies. They see what the others of their CTA
+  // wrote before. Until `meet` nothing may come to the other CTA.
   __device__ void init(int fillers, int ctas) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
@@ -49,8 +50,10 @@ struct Ring {
       }
       ptx::barrier_init_fence();
     }
-    ptx::cluster_sync();  // the other CTA's copies and arrivals come to these barriers
+    ptx::cluster_arrive();
+    __syncthreads();
   }
+  __device__ static void meet() { ptx::cluster_wait(); }
 
   __device__ uint8_t* stage() const { return stages + at.slot * kStageBytes; }
   // Beside a stage: what those who fill it have to tell those who read it.
@@ -166,22 +169,22 @@ struct ConsumerOf {
   }
 
   // The same for rows that may lie anywhere, whose places are known before; kRows at a time, for which `staged` has
-  // room. pack(i): sums i and i + 1 as they are stored; place_of(i): where row 16 i + stored_row() is, from `y` on, or,
-  // with kHoles, negative if there is none.
+  // room: for all, where nobody else has anything there, if it is `whole`. pack(i): sums i and i + 1 as they are
+  // stored; place_of(i): where row 16 i + stored_row() is, from `y` on, or, with kHoles, negative if there is none.
   __device__ static int stored_row() { return thread() / 8; }
   template <int kColumns, int kRows, bool kHoles = false, typename Pack, typename PlaceOf>
   __device__ __forceinline__ void store_placed(const MatmulArgs& args, uint16_t* y, int64_t n0, int rows, float* staged,
-                                               Pack&& pack, PlaceOf&& place_of) const {
-    uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
+                                               Pack&& pack, PlaceOf&& place_of, bool whole = false) const {
+    uint4* chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
     const int column = stored_row(), chunk = thread() % 8, outputs = static_cast<int>(args.n);
-    const uint4* const mine = chunks + column * 8 + (chunk ^ (column % 8));
+    const uint4* mine = chunks + column * 8 + (chunk ^ (column % 8));
     const bool wanted = n0 + chunk * 8 < args.n;
     uint16_t* const to = y + n0 + chunk * 8;
 #pragma unroll
     for (int part = 0; part < (kColumns + kRows - 1) / kRows; ++part) {
       const int base = part * kRows;
       if (base >= rows) break;
-      sync();
+      if (!whole) sync();
 #pragma unroll
       for (int pair = 0; pair < kRows / 16; ++pair) {
         if (base + pair * 16 >= kColumns) break;
@@ -201,6 +204,7 @@ struct ConsumerOf {
         if (kHoles && place < 0) continue;
         *reinterpret_cast<uint4*>(to + static_cast<int64_t>(place) * outputs) = mine[i * 128];
       }
+      if (whole) chunks += kRows * 8, mine += kRows * 8;
     }
   }
 

@@ -16,10 +16,10 @@ namespace wonly::conv {
 
 using tiled::kStageK;
 
-struct Windows : tiled::Waves {
-  static constexpr bool kFloat32Scales = true, kTables = false, kBetween = false, kSkipsTaps = true;
+struct Windows : tiled::Waves<tiled::Heights::kWhole> {
+  static constexpr bool kFloat32Scales = true, kTables = false, kSkipsTaps = true;
 
-  struct Params : tiled::Waves::Params {
+  struct Params : tiled::WaveParams {
     int ctas;
     int taps, tap_stages;
     ConvGeometry geometry;  // of one phase, which is all of what is no transposed convolution

@@ -5,22 +5,30 @@
 // order in which CTAs start, waits and adds them in order. The order of all sums depends on the number of tokens alone.
 #pragma once
 
+#include "cuda/division.h"
+#include "cuda/place.cuh"
 #include "cuda/tiled.cuh"
 
 namespace wonly::tiled {
 
+constexpr int kMoreStages = 4;
+
 struct WaveParams {
-  int tokens;                     // of a tile
-  int stages;                     // of a tile
-  int token_tiles, output_tiles;  // the latter of a cluster's outputs
-  int waves, rest, splits;        // rest: tiles of the last wave
-  uint32_t* arrived;              // [rest, kCluster, kWarpgroups], zero at the start
-  float4* partial;                // [rest, splits - 1, kCluster, kWarpgroups, tokens / 8, 128]
+  int tokens;               // of a tile
+  int stages;               // of a tile
+  Divisor of_batch;         // tiles of an entry
+  tiles::Places places;     // rows of tokens, columns of a cluster's outputs
+  int waves, rest, splits;  // rest: tiles of the last wave
+  int more;                 // stages of who adds a shared tile's sums, while the others leave theirs
+  Divisor of_rest, of_splits;
+  uint32_t* arrived;  // [rest, kCluster, kWarpgroups], zero at the start
+  float4* partial;    // [rest, splits - 1, kCluster, kWarpgroups, whole kGatheredRows of tokens / 8, 128]
 };
 
-struct Waves : RowsOf<true> {
+template <Heights kHeights>
+struct Waves : RowsOf<kHeights> {
   using Params = WaveParams;
-  static constexpr bool kFloat32Scales = false, kTables = true;
+  static constexpr bool kFloat32Scales = false, kTables = true, kLoadsRows = false;
   static constexpr int kMostSharedBytes = 0;
 
   const Params& params;
@@ -31,9 +39,9 @@ struct Waves : RowsOf<true> {
       : params(params),
         args(args),
         cta_count(ctas),
-        rank(blockIdx.x % ctas),
-        cluster(blockIdx.x / ctas),
-        clusters(gridDim.x / ctas) {}
+        rank(blockIdx.x & (ctas - 1)),
+        cluster(blockIdx.x >> (ctas - 1)),
+        clusters(gridDim.x >> (ctas - 1)) {}
 
   __device__ int64_t count() const { return params.waves + (cluster < params.rest * params.splits ? 1 : 0); }
 
@@ -42,35 +50,39 @@ struct Waves : RowsOf<true> {
     tile.end_stage = params.stages;
     int index = static_cast<int>(wave) * clusters + cluster;
     if (wave == params.waves) {
-      tile.rest = cluster % params.rest;
-      tile.split = cluster / params.rest;
-      tile.first_stage = params.stages * tile.split / params.splits;
-      tile.end_stage = params.stages * (tile.split + 1) / params.splits;
+      int rest;
+      tile.split = params.of_rest.divide(cluster, &tile.rest);
+      const int even = params.stages - params.more;
+      tile.first_stage = params.of_splits.divide(even * tile.split, &rest);
+      if (tile.split + 1 < params.splits) tile.end_stage = params.of_splits.divide(even * (tile.split + 1), &rest);
       index += tile.rest - cluster;
     }
-    const int of_batch = params.token_tiles * params.output_tiles;
-    const Place place = place_of(index % of_batch, params.token_tiles, params.output_tiles);
-    tile.weights = index / of_batch;
+    int in_batch;
+    tile.weights = params.of_batch.divide(index, &in_batch);
+    const Place place = params.places.at(in_batch);
     tile.first = place.row * params.tokens;
     tile.rows = static_cast<int>(min(args.m - tile.first, int64_t{params.tokens}));
     tile.n0 = (static_cast<int64_t>(place.column) * cta_count + rank) * kOutputs;
     return tile;
   }
 
+  // Of the rows that there are, kGathered at a time.
   template <int kSums>
   __device__ bool gather(const Tile& tile, const Consumer& me, float (&sums)[kSums]) const {
+    constexpr int kOfRows = kGatheredRows / 8;  // vectors of a thread
     if (tile.end_stage - tile.first_stage == params.stages) return true;
     uint32_t* const arrived = params.arrived + (tile.rest * cta_count + rank) * kWarpgroups + me.warpgroup;
     const auto partial_of = [&](int split) {
       const int64_t slice =
           ((static_cast<int64_t>(tile.rest) * (params.splits - 1) + split) * cta_count + rank) * kWarpgroups +
           me.warpgroup;
-      return params.partial + slice * (params.tokens / 8 * 128) + me.thread();
+      return params.partial + slice * (ceil_div(params.tokens, kGatheredRows) * kOfRows * 128) + me.thread();
     };
     if (tile.split < params.splits - 1) {
       float4* to = partial_of(tile.split);
 #pragma unroll
       for (int i = 0; i < kSums / 4; ++i) {
+        if (i % kOfRows == 0 && 8 * i >= tile.rows) break;
         to[i * 128] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
       }
       me.sync();
@@ -85,6 +97,7 @@ struct Waves : RowsOf<true> {
       const float4* from = partial_of(split);
 #pragma unroll
       for (int i = 0; i < kSums / 4; ++i) {
+        if (i % kOfRows == 0 && 8 * i >= tile.rows) break;
         const float4 v = __ldcg(from + i * 128);
         sums[4 * i] += v.x;
         sums[4 * i + 1] += v.y;
@@ -106,13 +119,18 @@ cudaError_t launch_waves(const MatmulArgs& args, const Config& config, int stage
   WaveParams& walk = params.source;
   walk.tokens = config.tokens;
   walk.stages = stages;
-  walk.token_tiles = static_cast<int>(ceil_div(args.m, config.tokens));
-  walk.output_tiles = static_cast<int>(ceil_div(args.n, config.ctas * kOutputs));
-  const int64_t tiles = args.batch * walk.token_tiles * walk.output_tiles;
+  const int token_tiles = static_cast<int>(ceil_div(args.m, config.tokens));
+  const int output_tiles = static_cast<int>(ceil_div(args.n, config.ctas * kOutputs));
+  walk.of_batch = Divisor(token_tiles * output_tiles);
+  walk.places = tiles::Places(token_tiles, output_tiles);
+  const int64_t tiles = args.batch * token_tiles * output_tiles;
   const int clusters = config.multiprocessors / config.ctas;
   walk.waves = static_cast<int>(tiles / clusters);
   walk.rest = static_cast<int>(tiles % clusters);
   walk.splits = config.splits;
+  walk.more = stages >= 8 * config.splits ? kMoreStages : 0;
+  walk.of_rest = Divisor(walk.rest);
+  walk.of_splits = Divisor(walk.splits);
   const int64_t counters = int64_t{4} * walk.rest * config.ctas * kWarpgroups;
   if (walk.rest * walk.splits > clusters || walk.splits > stages || (walk.splits > 1 && counters > kArrivedBytes) ||
       scratch_bytes(config, walk.rest) > args.scratch_bytes) {
@@ -140,7 +158,13 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   if (config.ctas != kCluster) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
   if (cudaError_t error = describe_activations(args, kBoxRows, &map); error != cudaSuccess) return error;
-  return launch_waves<Waves, X>(args, config, static_cast<int>(ceil_div(args.k, kStageK)), {}, map, stream);
+  const int stages = static_cast<int>(ceil_div(args.k, kStageK));
+  const auto launch = [&](auto* source) {
+    return launch_waves<std::remove_pointer_t<decltype(source)>, X>(args, config, stages, {}, map, stream);
+  };
+  if (config.tokens <= highest(Heights::kLow)) return launch(static_cast<Waves<Heights::kLow>*>(nullptr));
+  return config.tokens % step(Heights::kEven) == 0 ? launch(static_cast<Waves<Heights::kEven>*>(nullptr))
+                                                   : launch(static_cast<Waves<Heights::kOdd>*>(nullptr));
 }
 
 }  // namespace wonly::tiled

@@ -11,15 +11,17 @@ constexpr int kStageInputs = 64;
 
 struct Config {
   int multiprocessors;      // to spread over
-  int tokens;               // of a tile: 64, 128, 160, 192, 224 or kTileTokens
+  int tokens;               // of a tile: 64, 144, 160, ..., kTileTokens; in convolutions whole 64
   int splits;               // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
   int ctas = kClusterCtas;  // of a cluster; 1 in convolutions alone
 };
 
 // Scratch that sharing each of `rest` tiles takes: counters, and the sums of all clusters but the last.
 constexpr int64_t kArrivedBytes = 4096;
+constexpr int kGatheredRows = 64;  // tokens whose sums are shared at a time
 constexpr int64_t scratch_bytes(const Config& config, int64_t rest) {
-  const int64_t sums = rest * (config.splits - 1) * config.ctas * kCtaOutputs * config.tokens;
+  const int64_t tokens = ceil_div(config.tokens, kGatheredRows) * kGatheredRows;
+  const int64_t sums = rest * (config.splits - 1) * config.ctas * kCtaOutputs * tokens;
   return config.splits == 1 ? 0 : kArrivedBytes + 4 * sums;
 }
 

@@ -61,6 +61,19 @@ __device__ __forceinline__ void barrier_arrive_at_rank(uint64_t* barrier, int ra
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(barrier)), "r"(rank));
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(address) : "memory");
 }
+// Where that CTA has what is at `shared` here.
+__device__ __forceinline__ uint32_t address_at_rank(const void* shared, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+  return address;
+}
+// At a barrier at such an address, without a branch.
+__device__ __forceinline__ void barrier_arrive_at_if(uint32_t address, bool arrives) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(address),
+      "r"(static_cast<int>(arrives))
+      : "memory");
+}
 // Both without a branch: where `here` at the barrier, and where `there` at the same one of CTA `rank`.
 __device__ __forceinline__ void barrier_arrive_twice(uint64_t* barrier, bool here, bool there, int rank) {
   asm volatile(
@@ -92,11 +105,6 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 __device__ __forceinline__ void cluster_meet() {
   cluster_arrive();
   cluster_wait();
-}
-// All threads of the cluster, with what they wrote before.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\n" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;\n" ::: "memory");
 }
 // The threads of one warpgroup.
 template <int kBarrier>

@@ -192,6 +192,7 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
   };
 
   ring.init(S::kGatherWarps, kCluster);
+  ring.meet();
 
   if (warp >= kWarpgroups * 4) {
     ptx::lower_registers<tiles::kProducerRegisters>();
@@ -758,7 +759,7 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
                                        });
     }
   }
-  ptx::cluster_sync();  // the other CTA may still copy to here
+  ptx::cluster_meet();  // the other CTA may still copy to here
 #else
   __trap();
 #endif

@@ -47,6 +47,7 @@ constexpr int kAffineWarps = kOutputs / 64;  // of the producer's, two outputs p
 constexpr int kBoxRows = 32;                 // of the tensor copy engine
 constexpr int kStagedRows = 32;              // that a warpgroup writes at a time, as float32
 constexpr int kPlacedRows = 64;              // or as 16 bits, where they may lie anywhere
+constexpr int kConsumersBarrier = 3;         // of both warpgroups, beside those of each
 static_assert(kStagedRows * tiles::kStagedStride * 4 >= kPlacedRows * kTileN * 2);
 
 // Rows of activations and the cluster's outputs, to be summed over stages first_stage .. end_stage - 1.
@@ -59,13 +60,22 @@ struct Tile {
   int rest, split;  // of a tile that several clusters share
 };
 
-// What most sources have in common: rows that follow each other in memory, and one weight for all inputs. `kBetween_`:
-// whether tiles of up to 160 and 224 rows are computed as such.
-template <bool kBetween_>
+// The heights that a kernel multiplies, beside 64: 128, 192 and 256; 144 and 160; 176, 208 and 240; 192, 224 and 256.
+// More of them in one kernel leave `ptxas` short of registers, and low ones have room for more stages.
+enum class Heights { kWhole, kLow, kOdd, kEven };
+constexpr int lowest(Heights heights) {
+  return heights == Heights::kWhole ? 128 : heights == Heights::kLow ? 144 : heights == Heights::kOdd ? 176 : 192;
+}
+constexpr int step(Heights heights) { return heights == Heights::kWhole ? 64 : heights == Heights::kLow ? 16 : 32; }
+constexpr int highest(Heights heights) { return heights == Heights::kLow ? 160 : kTileRows; }  // whole boxes
+
+// What most sources have in common: rows that follow each other in memory, and one weight for all inputs.
+template <Heights kHeights_>
 struct RowsOf {
   using Tile = tiled::Tile;  // or what has more for the source's own use
-  static constexpr bool kBetween = kBetween_;
+  static constexpr Heights kHeights = kHeights_;
   static constexpr bool kSkipsTaps = false;  // whether a tile may have some of the taps alone
+  static constexpr bool kLoadsRows = true;   // whether `row` loads from memory
 
   // A stage of a tile: which tap of the weights, and which 64 inputs of it.
   struct Walk {
@@ -75,20 +85,22 @@ struct RowsOf {
 
   __device__ static constexpr int ctas() { return kCluster; }  // of a cluster
   __device__ static constexpr int taps() { return 1; }
-  // Rows that are multiplied for a tile: 64, 128, (160,) 192, (224) or 256.
+  // Rows that are multiplied for a tile: a height of this kernel.
   __device__ static int columns(const Tile& tile) {
-    if (kBetween && tile.rows > 128) return (tile.rows + 31) / 32 * 32;
-    return tile.rows <= 64 ? 64 : tile.rows <= 128 ? 128 : tile.rows <= 192 ? 192 : kTileRows;
+    constexpr int kLowest = lowest(kHeights), kStep = step(kHeights);
+    return tile.rows <= 64 ? 64 : kLowest + max(tile.rows - kLowest + kStep - 1, 0) / kStep * kStep;
   }
   // The walk of the CTA `rank` over a tile, from its first stage on.
   __device__ static Walk walk(const Tile& tile, int) { return {0, tile.first_stage}; }
-  // This CTA's share of the rows of a tile, which are whole boxes: what is the same for all stages.
+  // This CTA's share of the rows of a tile, which are whole boxes: what is the same for all stages. The last box may
+  // have rows that are not multiplied.
   struct Copies {
     int begin, boxes, first;
   };
   __device__ static Copies copies(const Tile& tile, int columns, int rank) {
-    const int share = (columns / kCluster + kBoxRows - 1) / kBoxRows * kBoxRows, begin = rank * share;
-    return {begin, (rank == 0 ? share : columns - share) / kBoxRows, tile.first + begin};
+    const int boxes = (columns + kBoxRows - 1) / kBoxRows, share = (boxes + kCluster - 1) / kCluster;
+    const int begin = rank * share * kBoxRows;
+    return {begin, rank == 0 ? share : boxes - share, tile.first + begin};
   }
   // Copies its inputs of a stage to all CTAs of the cluster.
   __device__ static void copy(uint8_t* stage, const CUtensorMap* map, const Copies& copies, const Walk& walk,
@@ -103,7 +115,7 @@ struct RowsOf {
     }
   }
 };
-using Rows = RowsOf<false>;
+using Rows = RowsOf<Heights::kWhole>;
 
 template <typename Source_, typename X_, int kBits_, Codes kCodes>
 struct Shape {
@@ -113,7 +125,7 @@ struct Shape {
   static constexpr bool kZeros = kCodes == Codes::kWithZeros, kTable = kCodes == Codes::kOfTable;
   static constexpr bool kFloat32Scales = Source::kFloat32Scales || kTable;
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
-  static constexpr int kXBytes = kTileRows * kStageK * 2;
+  static constexpr int kXBytes = highest(Source::kHeights) * kStageK * 2;
   static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
   static constexpr int kAffineAt = kXBytes + kWarpgroups * kWeightBytes;
   static constexpr int kStageBytes = kAffineAt + 2 * kOutputs * static_cast<int>(sizeof(Affine));
@@ -153,7 +165,8 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
     const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.weights, tile.n0);
     auto walk = source.walk(tile, rank);
     if (activations) {
-      const int columns = source.columns(tile), x_bytes = columns * kStageK * 2;
+      const int columns = source.columns(tile);
+      const int x_bytes = (columns + kBoxRows - 1) / kBoxRows * kBoxRows * kStageK * 2;
       const int x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
       const auto copies = source.copies(tile, columns, rank);
       for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
@@ -200,12 +213,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int lane = threadIdx.x % 32;
 
   const Source source(params.source, args, shared + S::kSourceAt);
-  const int ctas = source.ctas(), rank = blockIdx.x % ctas;
+  const int ctas = source.ctas(), rank = blockIdx.x & (ctas - 1);
   ring.init(kAffineWarps, ctas);
   const int64_t count = source.count();
 
   if (warp >= kWarpgroups * 4) {
     ptx::lower_registers<tiles::kProducerRegisters>();
+    // Its weights and factors come to this CTA alone.
+    const bool copies_to_others = warp == kWarpgroups * 4;
+    if (copies_to_others) {
+      ptx::prefetch_map(&x_map);
+      ring.meet();
+    }
     if (warp == kWarpgroups * 4 || warp == kWarpgroups * 4 + kAffineWarps + 1) {
       copy_stages<S>(params, source, x_map, ring, count, rank, warp == kWarpgroups * 4);
     } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
@@ -307,17 +326,36 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     __syncwarp();
+    if (!copies_to_others) ring.meet();
   } else {
+    ring.meet();
     ptx::raise_registers<tiles::kConsumerRegisters>();
     const Consumer me{warp / 4, warp % 4};
     float* const staged =
         reinterpret_cast<float*>(shared + S::kStagedAt) + me.warpgroup * kStagedRows * tiles::kStagedStride;
     const bool plain = args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
-    const bool small_groups = params.log2_group_blocks == 0;  // two of them in a stage
+    // Where this lane's words are in a stage, and the factors of its outputs for each half, which may be the same.
+    const int own_factors = S::kAffineAt + (me.warpgroup * kTileN + me.row()) * static_cast<int>(sizeof(Affine));
+    const int second_half = params.log2_group_blocks == 0 ? kOutputs * static_cast<int>(sizeof(Affine)) : 0;
+    int own[3] = {S::kXBytes + me.warpgroup * S::kWeightBytes + me.thread() * 16, own_factors,
+                  own_factors + second_half};
+    ptx::keep(own);
+    const uint64_t first_x = ptx::wgmma_descriptor(ring.stages);
+    const uint32_t high_x = first_x >> 32, low_x = static_cast<uint32_t>(first_x);
 
-    const auto run = [&](const typename Source::Tile& tile, auto columns) {
+    // Of a stage, by a warp that has read it: without branches, which hold the products up.
+    const uint32_t empty = ptx::address_at_rank(ring.empty, lane & (ctas - 1));
+    const auto release = [&](int slot, bool arrives) {
+      if (ptx::kArrivals == 1) {
+        __syncwarp();
+        ptx::barrier_arrive_at_if(empty + slot * static_cast<int>(sizeof(uint64_t)), arrives && lane < ctas);
+      } else if (arrives) {
+        ring.release(slot, lane, ctas);
+      }
+    };
+    // The products of a tile's stages, of so many columns.
+    const auto multiply = [&](const typename Source::Tile& tile, float (&sums)[kTileRows / 2], auto columns) {
       constexpr int kColumns = columns.value;
-      const int64_t n0 = tile.n0 + me.warpgroup * kTileN;
       float acc[kColumns / 2] = {};
       ByteTable table{};
       if constexpr (S::kTable) {
@@ -343,8 +381,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       const auto multiply_half = [&](int half, const uint32_t (&with)[kSteps / 2][4]) {
-        const uint64_t x = ptx::wgmma_descriptor(ring.stage());
-        ptx::wgmma_fence();
+        const uint64_t x =
+            static_cast<uint64_t>(high_x) << 32 | (low_x + static_cast<uint32_t>(ring.at.slot) * (S::kStageBytes >> 4));
 #pragma unroll
         for (int i = 0; i < kSteps / 2; ++i) {
           const uint64_t operand_x = x + ((half * kSteps / 2 + i) * 32 >> 4);
@@ -354,7 +392,6 @@ __global__ void __launch_bounds__(kThreads, 1)
             ptx::Wgmma<kColumns>::f16(acc, with[i], operand_x, true);
           }
         }
-        ptx::wgmma_commit();
       };
       // All that is needed to convert the codes of the stage that comes next.
       const auto prepare = [&] {
@@ -362,38 +399,79 @@ __global__ void __launch_bounds__(kThreads, 1)
         const uint8_t* const data = ring.stage();
 #pragma unroll
         for (int i = 0; i < S::kTiles; ++i) {
-          words[i] = reinterpret_cast<const uint4*>(data + S::kXBytes + me.warpgroup * S::kWeightBytes +
-                                                    i * kTileBytes)[me.thread()];
+          words[i] = *reinterpret_cast<const uint4*>(data + own[0] + i * kTileBytes);
         }
-        const Affine* factors = reinterpret_cast<const Affine*>(data + S::kAffineAt) + me.warpgroup * kTileN + me.row();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            affine[half][i] = half == 0 || small_groups ? factors[half * kOutputs + 8 * i] : affine[0][i];
-          }
+          for (int i = 0; i < 2; ++i) affine[half][i] = reinterpret_cast<const Affine*>(data + own[1 + half])[8 * i];
         }
       };
 
       prepare();
-      int last_slot = 0;
-#pragma unroll 1
-      for (int stage = tile.first_stage; stage < tile.end_stage; ++stage) {
-        uint32_t first[kSteps / 2][4], second[kSteps / 2][4];
-        convert_half(0, first);
-        multiply_half(0, first);
-        ptx::wgmma_wait<1>();
-        if (stage > tile.first_stage) ring.release(last_slot, lane, ctas);
-        convert_half(1, second);
-        multiply_half(1, second);
-        last_slot = ring.at.slot;
-        ring.advance();
-        if (stage + 1 < tile.end_stage) prepare();
-        ptx::wgmma_wait<1>();
+      int last_slot = 0, left = tile.end_stage - tile.first_stage;
+      bool arrives = false;  // there is a stage before
+      if constexpr (kColumns > 128 && kColumns <= 176) {
+        // A whole stage is converted while the one before is multiplied: half of one is too little work for that. Of
+        // more columns it is not, and they leave fewer registers.
+        uint32_t codes[2][2][kSteps / 2][4];
+        int slot = 0;
+        convert_half(0, codes[0][0]);
+        convert_half(1, codes[0][1]);
+        do {
+#pragma unroll
+          for (int turn = 0; turn < 2; ++turn) {
+            ptx::wgmma_fence();
+            multiply_half(0, codes[turn][0]);
+            multiply_half(1, codes[turn][1]);
+            ptx::wgmma_commit();
+            slot = ring.at.slot;
+            ring.advance();
+            if (--left == 0) break;
+            prepare();
+            ptx::wgmma_wait<1>();
+            release(last_slot, arrives);
+            last_slot = slot;
+            arrives = true;
+            convert_half(0, codes[1 - turn][0]);
+            convert_half(1, codes[1 - turn][1]);
+          }
+        } while (left > 0);
+        ptx::wgmma_wait<0>();
+        release(last_slot, arrives);
+        release(slot, true);
+      } else {
+        for (;;) {
+          uint32_t first[kSteps / 2][4], second[kSteps / 2][4];
+          convert_half(0, first);
+          ptx::wgmma_fence();
+          multiply_half(0, first);
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<1>();
+          release(last_slot, arrives);
+          convert_half(1, second);
+          ptx::wgmma_fence();
+          multiply_half(1, second);
+          ptx::wgmma_commit();
+          last_slot = ring.at.slot;
+          arrives = true;
+          ring.advance();
+          if (--left == 0) break;
+          prepare();
+          ptx::wgmma_wait<1>();
+        }
+        ptx::wgmma_wait<0>();
+        release(last_slot, true);
       }
-      ptx::wgmma_wait<0>();
-      ring.release(last_slot, lane, ctas);
+      ptx::keep(acc);
+#pragma unroll
+      for (int i = 0; i < kTileRows / 2; ++i) sums[i] = i < kColumns / 2 ? acc[i < kColumns / 2 ? i : 0] : 0.f;
+    };
 
+    // What follows, of the rows that there are: one function for all numbers of columns, which would take most of the
+    // time to compile.
+    const auto finish_tile = [&](const typename Source::Tile& tile, float (&acc)[kTileRows / 2], bool last) {
+      const int64_t n0 = tile.n0 + me.warpgroup * kTileN;
       if (n0 >= args.n || !source.gather(tile, me, acc)) return;
       if (plain) {
         float bias[2] = {};
@@ -402,20 +480,29 @@ __global__ void __launch_bounds__(kThreads, 1)
           return pack_pair(from_float<X>(fmaf(acc[i], 1.f / C::kUnit, bias[i % 4 / 2])),
                            from_float<X>(fmaf(acc[i + 1], 1.f / C::kUnit, bias[i % 4 / 2])));
         };
-        int places[kColumns / 16];  // all on their way at once, where they are loads
-#pragma unroll
-        for (int i = 0; i < kColumns / 16; ++i) {
-          places[i] = static_cast<int>(source.row(tile, min(16 * i + me.stored_row(), tile.rows - 1)));
-        }
         uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
-        me.store_placed<kColumns, kPlacedRows>(args, y, n0, tile.rows, staged, pack, [&](int i) { return places[i]; });
+        float* const of_all = reinterpret_cast<float*>(ring.stages + me.warpgroup * kTileRows * kTileN * 2);
+        const auto store = [&](auto&& place_of) {
+          me.store_placed<kTileRows, kPlacedRows>(args, y, n0, tile.rows, last ? of_all : staged, pack, place_of, last);
+        };
+        if constexpr (Source::kLoadsRows) {
+          int places[kTileRows / 16];  // all on their way at once
+#pragma unroll
+          for (int i = 0; i < kTileRows / 16; ++i) {
+            if (i % (kPlacedRows / 16) == 0 && 16 * i >= tile.rows) break;
+            places[i] = static_cast<int>(source.row(tile, min(16 * i + me.stored_row(), tile.rows - 1)));
+          }
+          store([&](int i) { return places[i]; });
+        } else {
+          store([&](int i) { return static_cast<int>(source.row(tile, 16 * i + me.stored_row())); });
+        }
         return;
       }
       const auto sums = [&](int i) { return make_float2(acc[i] * (1.f / C::kUnit), acc[i + 1] * (1.f / C::kUnit)); };
-      me.store<kColumns, kStagedRows>(args, n0, tile.rows, staged, sums,
-                                      [&](int i, int64_t n, const float (&values)[4]) {
-                                        finish4(args, tile.weights, source.row(tile, i), n, values);
-                                      });
+      me.store<kTileRows, kStagedRows>(args, n0, tile.rows, staged, sums,
+                                       [&](int i, int64_t n, const float (&values)[4]) {
+                                         finish4(args, tile.weights, source.row(tile, i), n, values);
+                                       });
     };
 
     for (int64_t index = 0; index < count; ++index) {
@@ -433,25 +520,24 @@ __global__ void __launch_bounds__(kThreads, 1)
         ring.advance();
         continue;
       }
+      float acc[kTileRows / 2];
       const int columns = source.columns(tile);
+      constexpr int kLowest = lowest(Source::kHeights), kStep = step(Source::kHeights);
       if (columns == 64) {
-        run(tile, std::integral_constant<int, 64>{});
-      } else if (columns == 128) {
-        run(tile, std::integral_constant<int, 128>{});
-      } else if (columns == 192) {
-        run(tile, std::integral_constant<int, 192>{});
-      } else if (columns == kTileRows) {
-        run(tile, std::integral_constant<int, kTileRows>{});
-      } else if constexpr (Source::kBetween) {
-        if (columns == 160) {
-          run(tile, std::integral_constant<int, 160>{});
-        } else {
-          run(tile, std::integral_constant<int, 224>{});
-        }
+        multiply(tile, acc, std::integral_constant<int, 64>{});
+      } else if (columns == kLowest) {
+        multiply(tile, acc, std::integral_constant<int, kLowest>{});
+      } else if (Source::kHeights == Heights::kLow || columns == kLowest + kStep) {
+        multiply(tile, acc, std::integral_constant<int, kLowest + kStep>{});
+      } else if constexpr (Source::kHeights != Heights::kLow) {
+        multiply(tile, acc, std::integral_constant<int, kLowest + 2 * kStep>{});
       }
+      const bool last = index + 1 == count;
+      if (last) ptx::named_sync<kConsumersBarrier, kWarpgroups * 128>();  // nobody has anything in the ring any more
+      finish_tile(tile, acc, last);
     }
   }
-  ptx::cluster_sync();  // the other CTA may still copy to here
+  ptx::cluster_meet();  // the other CTA may still copy to here
 #else
   __trap();
 #endif

@@ -33,12 +33,16 @@ struct WgmmaBytes;
 #define WONLY_D64 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WONLY_D72 WONLY_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define WONLY_D80 WONLY_D64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WONLY_D88 WONLY_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define WONLY_D96 WONLY_D80 \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WONLY_D104 WONLY_D96 ", %96, %97, %98, %99, %100, %101, %102, %103"
 #define WONLY_D112 WONLY_D96 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WONLY_D120 WONLY_D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define WONLY_D128 WONLY_D112 \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WONLY_OF4(bound, i) "+" bound(d[i]), "+" bound(d[i + 1]), "+" bound(d[i + 2]), "+" bound(d[i + 3])
@@ -52,9 +56,13 @@ struct WgmmaBytes;
 #define WONLY_OF48(bound, i) WONLY_OF32(bound, i), WONLY_OF16(bound, i + 32)
 #define WONLY_OF56(bound, i) WONLY_OF48(bound, i), WONLY_OF8(bound, i + 48)
 #define WONLY_OF64(bound, i) WONLY_OF32(bound, i), WONLY_OF32(bound, i + 32)
+#define WONLY_OF72(bound, i) WONLY_OF64(bound, i), WONLY_OF8(bound, i + 64)
 #define WONLY_OF80(bound, i) WONLY_OF64(bound, i), WONLY_OF16(bound, i + 64)
+#define WONLY_OF88(bound, i) WONLY_OF80(bound, i), WONLY_OF8(bound, i + 80)
 #define WONLY_OF96(bound, i) WONLY_OF64(bound, i), WONLY_OF32(bound, i + 64)
+#define WONLY_OF104(bound, i) WONLY_OF96(bound, i), WONLY_OF8(bound, i + 96)
 #define WONLY_OF112(bound, i) WONLY_OF96(bound, i), WONLY_OF16(bound, i + 96)
+#define WONLY_OF120(bound, i) WONLY_OF112(bound, i), WONLY_OF8(bound, i + 112)
 #define WONLY_OF128(bound, i) WONLY_OF64(bound, i), WONLY_OF64(bound, i + 64)
 // clang-format on
 
@@ -100,9 +108,13 @@ WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 64, 32, 32, 33, 34, 35, 36, 37)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 96, 48, 48, 49, 50, 51, 52, 53)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 112, 56, 56, 57, 58, 59, 60, 61)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 128, 64, 64, 65, 66, 67, 68, 69)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 144, 72, 72, 73, 74, 75, 76, 77)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 160, 80, 80, 81, 82, 83, 84, 85)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 176, 88, 88, 89, 90, 91, 92, 93)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 192, 96, 96, 97, 98, 99, 100, 101)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 208, 104, 104, 105, 106, 107, 108, 109)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 224, 112, 112, 113, 114, 115, 116, 117)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 240, 120, 120, 121, 122, 123, 124, 125)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 256, 128, 128, 129, 130, 131, 132, 133)
 WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 8, 4, 4, 5, 6)
 WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 64, 32, 32, 33, 34)
@@ -134,23 +146,35 @@ struct WgmmaBytes<256> {
 #undef WONLY_D8
 #undef WONLY_D12
 #undef WONLY_D16
+#undef WONLY_D24
 #undef WONLY_D32
+#undef WONLY_D48
 #undef WONLY_D56
 #undef WONLY_D64
+#undef WONLY_D72
 #undef WONLY_D80
+#undef WONLY_D88
 #undef WONLY_D96
+#undef WONLY_D104
 #undef WONLY_D112
+#undef WONLY_D120
 #undef WONLY_D128
 #undef WONLY_OF4
 #undef WONLY_OF8
 #undef WONLY_OF12
 #undef WONLY_OF16
+#undef WONLY_OF24
 #undef WONLY_OF32
+#undef WONLY_OF48
 #undef WONLY_OF56
 #undef WONLY_OF64
+#undef WONLY_OF72
 #undef WONLY_OF80
+#undef WONLY_OF88
 #undef WONLY_OF96
+#undef WONLY_OF104
 #undef WONLY_OF112
+#undef WONLY_OF120
 #undef WONLY_OF128
 
 }  // namespace wonly::ptx

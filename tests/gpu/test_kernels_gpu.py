@@ -143,6 +143,17 @@ def test_large_weights_few_tokens(rng, bits, mode, x_dtype, m, k, n, group_size)
     assert np.isfinite(y[1:]).all()
 
 
+@pytest.mark.parametrize("m", [280, 310, 350, 380, 410, 440, 470, 500, 513])
+@pytest.mark.parametrize(("bits", "mode", "x_dtype"), [(4, "symmetric", "bfloat16"), (8, "float_zeros", "float16")])
+def test_heights_of_tiles(rng, m, bits, mode, x_dtype):
+    """Two tiles of each number of tokens that `matmul_tiled` has, or three; the last not whole."""
+    weight = random_weight(rng, 1024, 8192, bits=bits, group_size=128, mode=mode, scale_dtype=x_dtype)
+    x = random_x(rng, (m, 1024), x_dtype)
+    first = jw.matmul(x, weight.qt, implementation="cuda")
+    assert_product(first, x, weight, rounded_weights=True)
+    np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(first))
+
+
 @pytest.mark.parametrize(
     ("bits", "mode", "x_dtype", "batch", "m", "k", "n", "group_size"),
     [
