@@ -32,21 +32,29 @@ __device__ __forceinline__ void finish(const MatmulArgs& args, int64_t batch, in
 // Outputs n .. n + 3, n a multiple of 4: in one store where a row's address allows it.
 __device__ __forceinline__ void finish4(const MatmulArgs& args, int64_t batch, int64_t m, int64_t n,
                                         const float (&sum)[4]) {
-  if (args.n % 4 != 0 || args.y_dtype == DType::kF32) {
-    for (int i = 0; i < 4; ++i) finish(args, batch, m, n + i, sum[i]);
-    return;
-  }
   // One question for all four: each would be a constant to load and branches to take.
   float value[4] = {sum[0], sum[1], sum[2], sum[3]};
   if (args.has_bias) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      value[i] += load_element(args.bias, batch * args.bias_batch_stride + n + i, args.bias_dtype);
+      const int64_t at = min(n + i, args.n - 1);
+      value[i] += load_element(args.bias, batch * args.bias_batch_stride + at, args.bias_dtype);
     }
   }
   if (args.activation != Activation::kNone) {
+    // In turns: the code for an activation is long, and every kernel has it.
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const float next = apply(args.activation, value[0]);
+      value[0] = value[1], value[1] = value[2], value[2] = value[3], value[3] = next;
+    }
+  }
+  if (args.n % 4 != 0 || args.y_dtype == DType::kF32) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) value[i] = apply(args.activation, value[i]);
+    for (int i = 0; i < 4; ++i) {
+      if (n + i < args.n) store_element(args.y, (batch * args.m + m) * args.n + n + i, value[i], args.y_dtype);
+    }
+    return;
   }
   uint2 packed;
   if (args.y_dtype == DType::kF16) {
