@@ -260,7 +260,7 @@ int check(int every, const char* only) {
                     return mma::launch(args, {tokens, shared_tiles, splits, shared_share(device, ctas)}, nullptr);
                   });
                 }
-            for (int tokens : {64, 128, 160, 192, 224, 256})
+            for (int tokens : {64, 128, 144, 160, 176, 192, 208, 224, 240, 256})
               for (int splits : {1, 2, 3})
                 for (int multiprocessors : {4, 12, device.multiprocessors}) {
                   if (device.architecture != 90 || splits > ceil_div(s.k, tiled::kStageInputs)) continue;
@@ -276,7 +276,7 @@ int check(int every, const char* only) {
             if (rounds) want.swap(of_rounded);
             for (int warpgroups : {1, 2, 4})
               for (int cluster : {1, 2, 3, 4, 8})
-                if (warpgroups == 2 || tokens == 32 || tokens == 64 || (warpgroups == 1 && tokens == 16)) {
+                if (warpgroups == 2 || tokens == 32 || tokens == 64) {
                   compare("warpgroup", tokens, warpgroups, cluster, 0, [&] {
                     return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr);
                   });
@@ -443,7 +443,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
           report(-3, tokens / 8, splits, 1, mma::kCtas,
                  graph_us(calls, [&](const MatmulArgs& args) { return mma::launch(args, config, s); }, s));
         }
-      for (int tokens : {64, 128, 160, 192, 224, 256})
+      for (int tokens : {144, 160, 176, 192, 208, 224, 240, 256})
         for (int splits = 1; splits <= 8; ++splits) {
           if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 16) continue;
           if (tokens > 128 && tokens >= m + 64) continue;

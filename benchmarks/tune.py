@@ -34,7 +34,7 @@ OTHERS = (
     "16384x1024,16384x6144,18432x7168,18944x3584,27648x5120,28672x8192"
 )
 FEW = "4,8,9,16,17,24,32,33,48,64,65,80,96,112,128"
-MANY = "160,192,224,256,288,320,384,448,512,600,768,1024,1536"
+MANY = "160,192,208,224,240,256,272,288,320,352,384,400,448,480,512,513,560,600,700,768,850,900,1024,1100,1281,1536"
 # What is recorded of the kernels whose configuration follows from a model of costs: bits, group size, type, shift,
 # tokens and shapes.
 SWEEPS = (
