@@ -216,6 +216,7 @@ def warpgroup_times(
             or shape.tokens >= 2 * m + 32
             or (ends > 1 and shape.group == 0)
             or (shape.tokens == 8 and scheme.bits == 4)  # no kernel
+            or (scheme.bits == 8 and (shape.warpgroups == 4 or shape.tokens == 48))
         ):
             continue
         blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)

@@ -1093,13 +1093,14 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
   }
   if constexpr (kKind == Kind::kPlain) {
-    if (config.warpgroups == 4 && config.tokens == 32) return launch(t32, four);
-    if constexpr (kFlushes == 1) {
+    if constexpr (kFlushes == 1 && kBits == 4) {
+      if (config.warpgroups == 4 && config.tokens == 32) return launch(t32, four);
       if (config.warpgroups == 4 && config.tokens == 64) return launch(t64, four);
-      if (config.warpgroups == 1 && config.tokens == 16) return launch(t16, one);
+      if (config.warpgroups == 2 && config.tokens == 48) return launch(t48, two);
+    }
+    if constexpr (kFlushes == 1) {
       if (config.warpgroups == 1 && config.tokens == 32) return launch(t32, one);
       if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
-      if (config.warpgroups == 2 && config.tokens == 48) return launch(t48, two);
       if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
     }
   }
