@@ -18,7 +18,6 @@ WARPGROUPS = {
     (112, 2): {"sizes": (50, 50), "window": (3, 3), "k": 64, "n": 640, "images": 1},
     (128, 2): {"sizes": (50, 50), "window": (2, 3), "k": 64, "n": 640, "images": 1},
     (160, 2): {"sizes": (14, 14), "window": (3, 3), "k": 320, "n": 1280, "images": 2},
-    (192, 2): {"sizes": (8, 8), "window": (3, 3), "k": 1280, "n": 1280, "images": 8},
 }
 
 # On an H100 these take band_conv.cuh, which has many pixels of few inputs.

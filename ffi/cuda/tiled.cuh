@@ -244,7 +244,8 @@ __global__ void __launch_bounds__(kThreads, 1)
             ring.advance();
             continue;
           }
-          auto walk = source.walk(tile, rank), ahead = walk;
+          auto walk = source.walk(tile, rank);
+          [[maybe_unused]] auto ahead = walk;
           const auto group_of_tap = [&] {
             return params.log2_group_blocks < 0 ? 0 : 2 * walk.stage >> params.log2_group_blocks;
           };
