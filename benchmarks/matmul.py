@@ -86,7 +86,7 @@ SUITES = {
     ]
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
-    "every": [case(8192, 8192, m) for m in GRID] + [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE],
+    "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE] + [case(8192, 8192, m) for m in reversed(GRID)],
     "other_architectures": [
         case(k, n, m) | {"implementation": "cuda"} for k, n in TABLE for m in (17, 32, 64, 128, 256, 512, 1024, 4096)
     ],
