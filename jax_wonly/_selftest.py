@@ -294,6 +294,7 @@ def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
     schemes = list(itertools.islice(_schemes(platform), 0, None, 4))
     if not (transpose and platform == "cuda"):  # where gradients dequantize weights with a table
         schemes.append((4, "table", "float16", 64))
+    schemes += [(4, "integer_zeros", "bfloat16", 64), (4, "offsets", "float16", 128)]
     for i, (bits, mode, dtype, size) in enumerate(schemes):
         # With a few, tens and hundreds of rows for each expert, of 16 bits, different kernels start.
         rows = 23 if platform == "cpu" or dtype == "float32" else (300, 150, 600, 13)[i % 4]
