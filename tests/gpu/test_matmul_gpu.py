@@ -285,6 +285,19 @@ def test_float32_is_not_tf32(rng):
     np.testing.assert_allclose(dx[0], weight.dense[:, 0], rtol=1e-5, atol=1e-6)
 
 
+def check_own_results(product, x, weight, bias, y):
+    """``y = product(x, weight.qt, bias)``, with relu, once more; a token's result whatever the others are; and an
+    infinity as a dense product takes it."""
+    y, middle = np.asarray(y), x.shape[-1] // 2
+    np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), y)
+    others = x.at[..., 1:, :].set(np.inf)
+    np.testing.assert_array_equal(np.asarray(product(others, weight.qt, bias))[..., 0, :], y[..., 0, :])
+    of_one = weight.dense[..., middle, :]
+    infinite = product(x.at[..., 0, middle].set(np.inf), weight.qt, bias)[..., 0, :]
+    known = of_one != 0
+    np.testing.assert_array_equal(np.asarray(infinite, np.float32)[known], np.where(of_one > 0, np.inf, 0)[known])
+
+
 @pytest.mark.parametrize("m", [3, 4, 5, 8, 9, 16])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
@@ -310,16 +323,8 @@ def test_resident_activations(rng, x_dtype, mode, m):
         y = product(x, weight.qt, bias)
         rounded = rounds_weights("cuda", x, weight.qt)
         assert_product(y, x, weight, bias=bias, activation="relu", rounded_weights=rounded)
-        np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
-        # A token's result is its own: neither the number of the others nor their values matter.
-        others = x.at[..., 1:, :].set(np.inf)
-        np.testing.assert_array_equal(np.asarray(product(others, weight.qt, bias))[..., 0, :], np.asarray(y)[..., 0, :])
-        # An infinity is what a dense product makes of it.
-        of_one = np.where(weight.dense[..., k // 2, :] > 0, np.inf, 0)
-        infinite = product(x.at[..., 0, k // 2].set(np.inf), weight.qt, bias)[..., 0, :]
-        known = weight.dense[..., k // 2, :] != 0
-        np.testing.assert_array_equal(np.asarray(infinite, np.float32)[known], of_one[known])
-        few = 3 if m <= 8 else 9
+        check_own_results(product, x, weight, bias, y)
+        few = 3 if m <= 8 else 9  # nor does the number of the others matter
         fewer = np.asarray(product(x[..., :few, :], weight.qt, bias))
         np.testing.assert_array_equal(fewer, np.asarray(y)[..., :few, :])
 
@@ -331,13 +336,8 @@ def test_resident_float32(rng, scale_dtype, mode, m):
     """float32 activations that are split where they are multiplied: magnitudes far apart, and what is not finite."""
     for k, n, group_size, lead in (
         *((1088, 1002, None, ()), (5120, 1282, 128, ()), (2304, 138, 256, (3,)), (64, 18, None, ())),
-        *(
-            (1088, 1002, 32, ()),
-            (5184, 1282, 64, ()),
-            (4096, 138, 64, (3,)),
-            (12288, 522, 128, ()),
-            (576, 7002, None, ()),
-        ),
+        *((1088, 1002, 32, ()), (5184, 1282, 64, ()), (4096, 138, 64, (3,)), (12288, 522, 128, ())),
+        (576, 7002, None, ()),
     ):
         weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=scale_dtype, lead=lead)
         x = random_x(rng, (*lead, m, k), "float32") * 2.0 ** jnp.asarray(rng.integers(-30, 20, (*lead, m, k)))
@@ -348,13 +348,7 @@ def test_resident_float32(rng, scale_dtype, mode, m):
         product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
         y = product(x, weight.qt, bias)
         assert_product(y, x, weight, bias=bias, activation="relu")
-        np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
-        others = x.at[..., 1:, :].set(np.inf)
-        np.testing.assert_array_equal(np.asarray(product(others, weight.qt, bias))[..., 0, :], np.asarray(y)[..., 0, :])
-        of_one = np.where(weight.dense[..., k // 2, :] > 0, np.inf, 0)
-        infinite = product(x.at[..., 0, k // 2].set(np.inf), weight.qt, bias)[..., 0, :]
-        known = weight.dense[..., k // 2, :] != 0
-        np.testing.assert_array_equal(np.asarray(infinite)[known], of_one[known])
+        check_own_results(product, x, weight, bias, y)
         assert np.isnan(jw.matmul(x.at[..., 0, 3].set(np.nan), weight.qt, implementation="cuda")[..., 0, :]).all()
         rounded = jw.matmul(x, weight.qt, implementation="cuda", preferred_element_type="bfloat16")
         assert_product(rounded, x, weight, out_dtype="bfloat16")
