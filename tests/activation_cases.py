@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from reference import activate
+from reference import activate, rounding
 
 import jax_wonly as jw
 
@@ -79,8 +79,7 @@ def assert_quantized_product(y, values, weight, *, out_dtype, unit=2.0**-20, bia
     if bias is not None:
         exact = exact + np.asarray(bias).astype(np.float64)
     exact = activate(exact, activation)
-    rounding = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}[out_dtype]
-    bound = 1.2 * bound + 1.01 * rounding * np.abs(exact) + 1e-6
+    bound = 1.2 * bound + rounding(exact, out_dtype) + 1e-6
     assert str(y.dtype) == out_dtype
     got = np.asarray(y).astype(np.float64)
     assert got.shape == exact.shape

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matmul_cases import rounds_weights
-from reference import activate, random_weight, random_x
+from reference import UNITS, activate, random_weight, random_x, rounding
 
 import jax_wonly as jw
 
@@ -28,10 +28,9 @@ def exact(x, weight, ids, bias=None, activation=None):
 
 def assert_rows(y, x, weight, ids, *, implementation=None, **epilogue):
     expected, magnitude = exact(x, weight, np.asarray(ids), **epilogue)
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
-    bound = 2.0**-20 * magnitude + 1.01 * unit[str(y.dtype)] * np.abs(expected) + 4e-6 * (1 + np.abs(expected))
+    bound = 2.0**-20 * magnitude + rounding(expected, y.dtype) + 4e-6 * (1 + np.abs(expected))
     if rounds_weights(implementation) and str(x.dtype) != "float32":
-        bound = bound + 0.5 * unit[str(x.dtype)] * magnitude
+        bound = bound + 0.5 * UNITS[str(x.dtype)] * magnitude
     error = np.abs(np.asarray(y).astype(np.float64) - expected)
     assert y.shape == expected.shape and (error <= bound).all(), np.max(error / bound)
     none = (np.asarray(ids) < 0) | (np.asarray(ids) >= len(weight.dense))

@@ -61,8 +61,7 @@ def check_dequantize(rng, *, bits, group_size, mode, scale_dtype, dtype, impleme
     )
     w = jw.dequantize(weight.qt, dtype=reference.DTYPES[dtype], implementation=implementation)
     assert w.shape == (*lead, k, n) and str(w.dtype) == dtype
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}[dtype]
     # One rounding to the result, and those of float32 on the way (with offsets the sum cancels).
-    bound = 1.01 * unit * np.abs(weight.dense) + 2.0**-23 * weight.magnitude + 2.0**-24
+    bound = reference.rounding(weight.dense, dtype) + 2.0**-23 * weight.magnitude
     error = np.abs(np.asarray(w).astype(np.float64) - weight.dense)
     assert (error <= bound).all(), (error / bound).max()

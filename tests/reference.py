@@ -10,6 +10,8 @@ import jax_wonly as jw
 
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 MODES = ("symmetric", "integer_zeros", "float_zeros", "offsets")
+# What one rounding to a type changes at most, relative to a number that is not subnormal.
+UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
 def pack(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -157,6 +159,12 @@ def activate(y: np.ndarray, activation: str | None) -> np.ndarray:
     return 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
 
 
+def rounding(exact: np.ndarray, dtype) -> np.ndarray:
+    """The most that a result near ``exact`` changes when it is rounded to ``dtype``, subnormal numbers included."""
+    smallest = float(ml_dtypes.finfo(DTYPES[str(dtype)]).smallest_subnormal)
+    return np.maximum(1.01 * UNITS[str(dtype)] * np.abs(exact), smallest / 2)
+
+
 def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtype=None, rounded_weights=False):
     """Holds ``y`` to ``activation(x @ w + bias)`` in float64.
 
@@ -173,14 +181,12 @@ def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtyp
     exact = x64 @ weight.dense
     bound = 2.0**-21 * max(1.0, np.sqrt(k) / 8) * (np.abs(x64) @ weight.magnitude)
     if rounded_weights and str(x.dtype) != "float32":
-        unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[str(x.dtype)]
-        bound = bound + 8 * unit * np.sqrt((x64**2) @ (weight.dense**2))
+        bound = bound + 8 * UNITS[str(x.dtype)] * np.sqrt((x64**2) @ (weight.dense**2))
     if bias is not None:
         b = np.asarray(bias).astype(np.float64)[..., None, :]
         exact, bound = exact + b, bound + 2.0**-23 * np.abs(b)
     exact = activate(exact, activation)
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}[out_dtype]
-    bound = 1.2 * bound + 1.01 * unit * np.abs(exact) + 1e-7
+    bound = 1.2 * bound + rounding(exact, out_dtype) + 1e-7
     if activation in ("gelu", "silu"):
         bound = bound + 4e-6 * (1 + np.abs(exact))  # the accuracy of float32 tanh and exp
     if vector:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantize_cases
+from reference import UNITS, rounding
 
 from jax_wonly import _abi, _ffi, _format
 
@@ -19,8 +20,6 @@ if _ffi.ensure_registered()["cpu"] is not None:
 
 ISAS = _cpu.isas()
 DTYPES = ("float32", "float16", "bfloat16")
-# Half an ulp of each result type, relative.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 MODES = ("symmetric", "integer zeros", "float zeros", "offsets")
 
 
@@ -114,7 +113,7 @@ class Problem:
         want = activate(want, activation)
         got = np.asarray(y, np.float64)
         assert got.shape == (self.batch, self.m, self.n)
-        bound = 1.2 * bound + 1.01 * ROUNDING[str(y.dtype)] * np.abs(want) + 1e-6
+        bound = 1.2 * bound + rounding(want, y.dtype) + 1e-6
         worst = np.max(np.abs(got - want) / bound, initial=0.0)
         assert worst <= 1.0, worst
         return y
@@ -222,7 +221,7 @@ def test_nan_and_inf_propagate(rng, isa, bits, mode, x_dtype):
         for row in range(3):
             np.testing.assert_array_equal(got[0, row], want[0, row])
         # The other rows are untouched.
-        np.testing.assert_allclose(got[0, 3:], want[0, 3:], rtol=2 * ROUNDING[x_dtype], atol=1e-3)
+        np.testing.assert_allclose(got[0, 3:], want[0, 3:], rtol=2 * UNITS[x_dtype], atol=1e-3)
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)

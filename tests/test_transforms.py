@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 from matmul_cases import check_gradients
-from reference import DTYPES, MODES, activate, random_weight, random_x
+from reference import DTYPES, MODES, activate, random_weight, random_x, rounding
 
 import jax_wonly as jw
 from jax_wonly import _cpu
@@ -272,7 +272,7 @@ def test_transposed_kernels(rng, bits, mode):
     dy64 = np.asarray(dy).astype(np.float64)
     exact = dy64 @ weight.dense.swapaxes(1, 2)
     bound = 2.0**-20 * (np.abs(dy64) @ weight.magnitude.swapaxes(1, 2))
-    bound += {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}[dtype] * 1.01 * np.abs(exact)
+    bound += rounding(exact, dtype)
     try:
         for isa in _cpu.isas():
             _cpu.force_isa(isa)

@@ -13,7 +13,7 @@ from experts_cases import (
     check_rows_on_device,
     sizes_of,
 )
-from reference import DTYPES, MODES, Weight, random_weight, random_x
+from reference import DTYPES, MODES, UNITS, Weight, random_weight, random_x, rounding
 
 import jax_wonly as jw
 
@@ -203,7 +203,6 @@ def transposed(dy, qt, rows, k, by_sizes, implementation="cuda"):
 
 def assert_transposed_rows(dx, dy, weight, ids):
     """Row by row in float64; 16-bit weights are rounded to the type of dy, and so is the result."""
-    unit = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}[str(dy.dtype)]
     dy64, got = np.asarray(dy).astype(np.float64), np.asarray(dx).astype(np.float64)
     assert dx.dtype == dy.dtype and got.shape == (len(dy64), weight.dense.shape[1])
     worst = 0.0
@@ -212,9 +211,9 @@ def assert_transposed_rows(dx, dy, weight, ids):
         w, magnitude = weight.dense[e].T, weight.magnitude[e].T
         exact = dy64[mine] @ w
         bound = 2.0**-21 * max(1.0, np.sqrt(dy64.shape[1]) / 8) * (np.abs(dy64[mine]) @ magnitude)
-        if unit != 2.0**-23:
-            bound = bound + 3 * unit * np.sqrt(dy64[mine] ** 2 @ w**2)
-        ratio = np.abs(got[mine] - exact) / (1.2 * bound + 1.01 * unit * np.abs(exact) + 1e-7)
+        if dy.dtype != np.float32:
+            bound = bound + 3 * UNITS[str(dy.dtype)] * np.sqrt(dy64[mine] ** 2 @ w**2)
+        ratio = np.abs(got[mine] - exact) / (1.2 * bound + rounding(exact, dy.dtype) + 1e-7)
         worst = max(worst, ratio.max(initial=0.0))
     assert worst <= 1.0, worst
     assert (got[(ids < 0) | (ids >= len(weight.dense))] == 0).all()

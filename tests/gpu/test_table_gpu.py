@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_cases import assert_rows, sizes_of
-from reference import DTYPES, assert_product, random_weight, random_x
+from reference import DTYPES, UNITS, assert_product, random_weight, random_x
 
 import jax_wonly as jw
 
@@ -98,8 +98,8 @@ def test_default(rng, m, x_dtype):
     if x_dtype == "float32":
         assert_product(y, x, weight)
     else:
-        x64, unit = np.asarray(x, np.float64), {"float16": 2.0**-11, "bfloat16": 2.0**-8}[x_dtype]
-        assert (np.abs(y - x64 @ weight.dense) <= unit * (np.abs(x64) @ weight.magnitude)).all()
+        x64 = np.asarray(x, np.float64)
+        assert (np.abs(y - x64 @ weight.dense) <= UNITS[x_dtype] * (np.abs(x64) @ weight.magnitude)).all()
 
 
 def test_dequantize_is_exact(rng):

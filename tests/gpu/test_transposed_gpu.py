@@ -7,13 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference import DTYPES, MODES, random_weight, random_x
+from reference import DTYPES, MODES, UNITS, random_weight, random_x, rounding
 
 import jax_wonly as jw
 
 pytestmark = pytest.mark.gpu
-
-UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
 
 
 @partial(jax.jit, static_argnames=("k", "implementation"))
@@ -31,7 +29,7 @@ def assert_transposed(dx, dy, weight):
     bound = 2.0**-21 * max(1.0, np.sqrt(dy.shape[-1]) / 8) * (np.abs(dy64) @ magnitude)
     if dtype != "float32":
         bound = bound + 3 * UNITS[dtype] * np.sqrt(dy64**2 @ w**2)
-    bound = 1.2 * bound + 1.01 * UNITS[dtype] * np.abs(exact) + 1e-7
+    bound = 1.2 * bound + rounding(exact, dtype) + 1e-7
     got = np.asarray(dx).astype(np.float64)
     assert str(dx.dtype) == dtype and got.shape == exact.shape
     assert (np.abs(got - exact) <= bound).all(), np.max(np.abs(got - exact) / bound)
