@@ -67,17 +67,17 @@ class RowMode(IntEnum):
     IDS = 1
 
 
-def matmul_scratch(batch: int, m: int, n: int, *, table: bool = False) -> int:
+def matmul_scratch(batch: int, m: int, n: int, *, few: bool = False) -> int:
     """Words of scratch with which a product of many tokens runs fastest on CUDA: the float32 sums of shared tiles.
 
     As ``tiled::scratch_bytes`` in ``ffi/cuda/matmul_tiled.h`` for all tiles that clusters may share, at most 21 MB.
-    Weights with a table are multiplied in tiles from fewer tokens on.
+    ``few``: for operands that no kernel but the tiled one takes from 17 tokens on.
     """
-    least_tile = 128  # tokens
-    if m <= (16 if table else 96):
+    least_tile, its_sums = 144, 192  # tokens
+    if m <= (16 if few else 96):
         return 0
     tiles = batch * -(-m // least_tile) * -(-n // 256)
-    return 1024 + min(7 * tiles, 80) * 256 * (256 if m > least_tile else least_tile)
+    return 1024 + min(7 * tiles, 80) * 256 * (256 if m > least_tile else its_sums)
 
 
 def split_scratch(x_batch: int, m: int, k: int, batch: int) -> int:

@@ -92,18 +92,30 @@ def has_mma() -> bool:
     return _gpu()[0] != "9.0" and _capability() >= (8, 0)
 
 
-def scratch(batch: int, m: int, n: int, *, table: bool) -> int:
-    """Words of scratch with which a product of 16-bit activations runs fastest on the GPU here."""
-    if not has_mma():
-        return _abi.matmul_scratch(batch, m, n, table=table)
-    return 0 if table or m <= STREAM_TOKENS else _abi.mma_scratch(batch, m, n, _cuda_costs.MMA_CTAS * _gpu()[1])
-
-
-def split_scratch(x_batch: int, m: int, k: int, n: int, batch: int, bits: int, *scales, groups: int) -> int:
-    """Words of scratch for the pieces of float32 activations ``[x_batch, m, k]``; ``scales`` as for ``kernel``."""
-    if kernel(m, k, n, batch, bits, jnp.float32, *scales, groups=groups) != "matmul_warpgroup":
-        return 0
-    return _abi.split_scratch(x_batch, m, k, batch)
+def scratch(
+    x_batch: int,
+    m: int,
+    k: int,
+    n: int,
+    batch: int,
+    bits: int,
+    x_dtype,
+    scale_dtype,
+    shift_mode: ShiftMode,
+    shift_dtype=None,
+    *,
+    groups: int,
+) -> int:
+    """Words of scratch with which ``[x_batch, m, k] x [batch, k, n]`` runs fastest on the GPU here."""
+    types = (scale_dtype, shift_mode, shift_dtype)
+    if jnp.dtype(x_dtype).itemsize == 4:  # for their pieces
+        name = kernel(m, k, n, batch, bits, x_dtype, *types, groups=groups)
+        return _abi.split_scratch(x_batch, m, k, batch) if name == "matmul_warpgroup" else 0
+    if _tiled_kernel(k, x_dtype, *types):
+        return _abi.matmul_scratch(batch, m, n, few=not _warpgroup_kernel(k, n, groups, x_dtype, *types))
+    if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, *types):
+        return _abi.mma_scratch(batch, m, n, _cuda_costs.MMA_CTAS * _gpu()[1])
+    return 0
 
 
 def _decode_kernel(

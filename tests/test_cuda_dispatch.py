@@ -16,6 +16,11 @@ def choose(m, k=8192, n=8192, x=jnp.bfloat16, mode=ShiftMode.NONE, shift=None):
     return _cuda_dispatch.use_kernel(m, k, n, 1, 4, x, jnp.bfloat16, mode, shift, groups=k // 128 or 1)
 
 
+def scratch(m, k=8192, n=8192, batch=1, bits=4, x=jnp.bfloat16, scales=jnp.bfloat16, *shift, group_size=128):
+    shift = shift or (ShiftMode.NONE,)
+    return _cuda_dispatch.scratch(batch, m, k, n, batch, bits, x, scales, *shift, groups=k // group_size)
+
+
 @pytest.fixture(autouse=True, params=[True, False], ids=["warpgroups", "no warpgroups"])
 def warpgroups(request, monkeypatch):
     monkeypatch.setattr(_cuda_dispatch, "has_warpgroups", lambda: request.param)
@@ -152,8 +157,8 @@ def test_other_architectures(monkeypatch):
         assert all(choose(m) for m in (16, most)) and not choose(32768)
         assert _cuda_dispatch.has_mma() == (capability != "7.5")
         assert not choose(256, k=8196) and choose(16, k=8196)
-        assert (_cuda_dispatch.scratch(1, 64, 4096, table=False) > 0) == _cuda_dispatch.has_mma()
-        assert _cuda_dispatch.scratch(1, 16, 4096, table=False) == 0
+        words = [scratch(m) for m in (16, 64)]
+        assert words[0] == 0 and (words[1] > 0) == _cuda_dispatch.has_mma() and scratch(64, k=8196) == 0
 
 
 @pytest.mark.parametrize("mode", [ShiftMode.NONE, ShiftMode.OFFSETS])
@@ -203,7 +208,7 @@ def test_float32(monkeypatch, warpgroups):
         types = (scales, mode, shift)
         name = _cuda_dispatch.kernel(m, k, n, batch, bits, jnp.float32, *types, groups=k // group_size)
         assert not _cuda_dispatch.rounds_weights(m, k, n, batch, bits, jnp.float32, *types, groups=k // group_size)
-        words = _cuda_dispatch.split_scratch(batch, m, k, n, batch, bits, *types, groups=k // group_size)
+        words = scratch(m, k, n, batch, bits, jnp.float32, *types, group_size=group_size)
         rows = m if batch > 1 else min(m, 512)
         assert words == (3 * batch * rows * k // 2 if name == "matmul_warpgroup" else 0)
         return name

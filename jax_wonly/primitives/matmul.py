@@ -142,12 +142,9 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     if platform == "cuda" and not p.transpose and all(isinstance(s, int) for s in shape):
         from jax_wonly import _cuda_dispatch
 
-        if x.dtype.itemsize == 2:
-            scratch = _cuda_dispatch.scratch(*shape, table=p.table is not None)
-        else:
-            types = (scales.dtype, p.shift_mode, shift[0].dtype if shift else None)
-            groups = scales.shape[-2]
-            scratch = _cuda_dispatch.split_scratch(*x.shape, shape[2], shape[0], p.bits, *types, groups=groups)
+        (x_batch, m, k), (batch, _, n) = x.shape, shape
+        types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
+        scratch = _cuda_dispatch.scratch(x_batch, m, k, n, batch, p.bits, *types, groups=scales.shape[-2])
         if scratch:
             results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
     return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)

@@ -1,0 +1,252 @@
+"""What ``_cuda_dispatch`` says of kernels, against the C++ that launches them: linked without kernels, on no GPU."""
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jax_wonly import _abi, _cuda_costs, _cuda_dispatch
+from jax_wonly._abi import ShiftMode
+from jax_wonly.primitives.conv import Window
+
+ROOT = Path(__file__).parent.parent
+FFI = ROOT / "ffi"
+SOURCES = [f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled", "transposed", "warpgroup")]
+SOURCES += ["matmul", "conv", "direct_conv"]
+TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
+H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor
+A100 = (80, 108, 166912, 167936)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
+    pytest.mark.skipif(not FFI.is_dir(), reason="needs the sources"),
+]
+
+
+@pytest.fixture(scope="module")
+def dispatcher(tmp_path_factory):
+    """Calls ``dispatcher(gpu, lines)``, which gives a kernel with its configuration for every line."""
+    folder = tmp_path_factory.mktemp("dispatcher")
+    subprocess.run([sys.executable, FFI / "cuda" / "costs.py", folder], check=True)
+    nvcc = ["nvcc", "-std=c++17", "-O0", "-I", FFI, "-I", folder, "-Xcompiler", "-ffunction-sections"]
+    host = [FFI / "cuda" / f"{name}.cu" for name in SOURCES] + [Path(__file__).with_name("dispatcher.cc")]
+    objects = [folder / f"{source.stem}.o" for source in host]
+    for source, to in zip(host, objects, strict=True):
+        subprocess.run([*nvcc, "-x", "c++", "-c", source, "-o", to], check=True)
+    # This one has a kernel.
+    quick = ["--expt-relaxed-constexpr", "-arch=sm_80", "-Xcicc", "-O0", "-Xptxas", "-O0"]
+    subprocess.run([*nvcc, *quick, "-c", FFI / "cuda" / "matmul_mma.cu", "-o", folder / "mma.o"], check=True)
+    # Without the functions that are not called, as the kernels are not there that those launch.
+    wrapped = ("cudaGetDevice", "cudaDeviceGetAttribute", "cudaLaunchKernelExC")
+    options = ["--gc-sections", *(f"--wrap={name}" for name in wrapped)]
+    linked = [flag for option in options for flag in ("-Xlinker", option)]
+    program = folder / "dispatcher"
+    subprocess.run(["nvcc", *linked, *objects, folder / "mma.o", "-o", program], check=True)
+
+    def run(gpu, lines) -> list[tuple]:
+        text = "\n".join(" ".join(map(str, line)) for line in lines)
+        result = subprocess.run([program, *map(str, gpu)], input=text, capture_output=True, text=True, check=True)
+        said = [tuple(int(w) if w.isdecimal() else w for w in line.split()) for line in result.stdout.splitlines()]
+        assert len(said) == len(lines)
+        return said
+
+    return run
+
+
+def on(monkeypatch, gpu):
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: (f"{gpu[0] // 10}.{gpu[0] % 10}", gpu[1]))
+
+
+def products(rng, count: int) -> list[tuple]:
+    """Arguments of ``_cuda_dispatch.kernel``, many where kernels meet."""
+    found = []
+    rows = [*range(1, 21), 24, 31, 33, 40, 48, 64, 65, 80, 96, 97, 100, 128, 129, 150, 200, 256, 300, 400, 513, 700]
+    inputs = [64, 384, 512, 1000, 1024, 1088, 1120, 2048, 2304, 4096, 4100, 5120, 7168, 8192, 8256, 11008, 14336, 28672]
+    outputs = [16, 17, 72, 137, 321, 512, 768, 1001, 1024, 1536, 2048, 4096, 4104, 7001, 8192, 14336, 16896, 28672]
+    modes = [ShiftMode.NONE, ShiftMode.NONE, *ShiftMode]
+    while len(found) < count:
+        m, batch = int(rng.choice([*rows, 1024, 5000])), int(rng.choice([1, 1, 1, 1, 2, 3, 8, 32]))
+        k, n, bits = int(rng.choice(inputs)), int(rng.choice(outputs)), int(rng.choice([4, 4, 8]))
+        group_size = int(rng.choice([32, 64, 128, 256, k]))
+        k = -(-k // group_size) * group_size
+        x, other = (str(rng.choice(TYPES[:3])) for _ in range(2))
+        mode, scales = modes[rng.integers(len(modes))], x if rng.random() < 0.7 else other
+        if mode == ShiftMode.TABLE and bits == 8:
+            continue
+        integers = mode == ShiftMode.NONE or (mode == ShiftMode.ZEROS and rng.random() < 0.5)
+        shift = "uint8" if integers else "float32" if mode == ShiftMode.TABLE else scales
+        found.append((m, k, n, batch, bits, k // group_size, x, scales, mode, shift))
+    return found
+
+
+def described(product) -> tuple[tuple, dict]:
+    m, k, n, batch, bits, groups, x, scales, mode, shift = product
+    types = (jnp.dtype(x), jnp.dtype(scales), mode, None if mode == ShiftMode.NONE else jnp.dtype(shift))
+    return (m, k, n, batch, bits, *types), {"groups": groups}
+
+
+def times(product) -> dict[tuple, float]:
+    """What every configuration of the kernels with a model is expected to take."""
+    m, k, n, batch, bits, groups, x, scales, mode, shift = product
+    d, c, (_, multiprocessors) = _cuda_dispatch, _cuda_costs, _cuda_dispatch._gpu()
+    arguments, _ = described(product)
+    scheme = d._scheme(k, n, bits, groups, *arguments[5:])
+    split = scheme.split
+    tiled = d._TABLE_TILED if mode == ShiftMode.TABLE else d._TILED
+    of = {
+        "matmul_tiled": c.tiled_times(m, n, -(-k // 64), batch, multiprocessors, tiled),
+        "matmul_mma": c.mma_times(m, k, n, batch, bits, multiprocessors, d._MMA),
+        "matmul_warpgroup": c.warpgroup_times(
+            m, k, n, batch, scheme, multiprocessors, d._SPLIT_WARPGROUPS if split else d._WARPGROUPS
+        ),
+        "matmul_resident": c.resident_times(
+            m, k, n, batch, scheme, multiprocessors, d._SPLIT_RESIDENT if split else d._RESIDENT
+        ),
+    }
+    found = {(name, *config): us for name, configs in of.items() for config, us in configs}
+    return found | {("matmul_stream",): c.stream_time(m, batch * n * k * bits / 8, scheme, d._STREAM)}
+
+
+@pytest.mark.parametrize("gpu", [H100, A100], ids=["sm_90", "sm_80"])
+def test_products(rng, monkeypatch, dispatcher, gpu):
+    """The kernel, and its configuration, with the scratch that the custom call has."""
+    on(monkeypatch, gpu)
+    lines, cases = [], products(rng, 3000)
+    for product in cases:
+        m, k, n, batch, bits, groups, x, scales, mode, shift = product
+        arguments, options = described(product)
+        words = _cuda_dispatch.scratch(batch, *arguments, **options)
+        types = [TYPES.index(name) for name in (x, scales, shift)]
+        lines.append(("matmul", m, k, n, batch, bits, groups, *types, int(mode), 4 * words))
+    seen = set()
+    for product, (name, *config) in zip(cases, dispatcher(gpu, lines), strict=True):
+        arguments, options = described(product)
+        said, us = _cuda_dispatch.kernel(*arguments, **options), times(product)
+        seen.add(name)
+        if said != name:  # either, where both take as long in float32
+
+            def least(name, us=us):
+                return min((t for (other, *_), t in us.items() if other == name), default=math.nan)
+
+            assert math.isclose(least(name), least(said), rel_tol=1e-5), (product, name, said)
+        if (name, *config) in us:
+            least = min(t for (other, *_), t in us.items() if other == name)
+            assert us[name, *config] <= least * (1 + 1e-5), (product, name, config, us[name, *config], least)
+        else:
+            assert name in ("matmul_decode", "matmul_stream"), (product, name, config)
+    kernels = {"tiled", "warpgroup", "resident", "decode"} if gpu == H100 else {"mma"}
+    assert seen == {f"matmul_{kernel}" for kernel in kernels | {"stream"}}
+
+
+def test_transposed(rng, monkeypatch, dispatcher):
+    for gpu in (H100, A100):
+        on(monkeypatch, gpu)
+        cases = products(rng, 500)
+        lines = [
+            ("transposed", *case[:6], *(TYPES.index(name) for name in (*case[6:8], case[9])), int(case[8]), 0)
+            for case in cases
+        ]
+        for (m, _, n, *_, x, _, _, _), (name, *_) in zip(cases, dispatcher(gpu, lines), strict=True):
+            assert _cuda_dispatch.transposed_kernel(m, n, jnp.dtype(x)) == name, (m, n, x)
+
+
+def windows(rng, count: int, *, transposed: bool) -> list[tuple[int, tuple[int, ...], Window]]:
+    """Images, their sizes and a window with a result."""
+    found = []
+
+    def padding() -> int:
+        return int(rng.choice([0, 1, 2, 3, 126, 128, 129], p=[0.3, 0.3, 0.2, 0.17, 0.01, 0.01, 0.01]))
+
+    while len(found) < count:
+        axes = int(rng.integers(1, 3 if transposed else 4))
+        size = tuple(int(rng.choice([1, 2, 3, 3, 5, 7])) for _ in range(axes))
+        spread = int(rng.choice([1, 1, 1, 2, 3])) if transposed else 1
+        window = Window(
+            size,
+            tuple(int(rng.choice([1, 1, 1, 2, 3, 8, 9], p=[0.3, 0.3, 0.2, 0.08, 0.06, 0.03, 0.03])) for _ in size),
+            tuple((padding(), padding()) for _ in size),
+            tuple(spread for _ in size),
+            tuple(int(rng.choice([1, 1, 1, 2])) for _ in size),
+        )
+        sizes = tuple(int(rng.choice([1, 7, 14, 28, 56, 100, 200, 252, 256])) for _ in size)
+        if all(window.results(sizes)):
+            found.append((int(rng.choice([1, 2, 8, 32])), sizes, window))
+    return found
+
+
+def geometry(images: int, groups: int, sizes, window: Window) -> list[int]:
+    """As ``dispatcher`` reads it, with axes of one pixel before those that there are."""
+    low = [low for low, _ in window.padding]
+    of = zip(
+        *(sizes, window.results(sizes), window.size, window.strides, low, window.rhs_dilation, window.lhs_dilation),
+        strict=True,
+    )
+    missing = 3 - len(sizes)
+    return [images, groups, *missing * (1, 1, 1, 1, 0, 1, 1), *(number for axis in of for number in axis)]
+
+
+def test_convolutions(rng, monkeypatch, dispatcher):
+    """Whether there is a kernel, which, and its configuration."""
+    on(monkeypatch, H100)
+    lines, cases = [], []
+    for images, sizes, window in windows(rng, 1500, transposed=True):
+        k, n, bits = int(rng.choice([4, 8, 16, 32, 64, 96, 128, 512])), int(rng.choice([20, 64, 96, 256, 1024])), 4
+        pixels, group_size = images * math.prod(window.results(sizes)), int(rng.choice([32, 64, k]))
+        if k % group_size or (group_size == 32 and k == 64):
+            group_size = k
+        x = str(rng.choice(TYPES[:3]))
+        words = _abi.conv_scratch(pixels, n)
+        types = [TYPES.index(x)] * 2 + [TYPES.index("uint8"), int(ShiftMode.NONE), 4 * words]
+        lines.append(("conv", pixels, k, n, 1, bits, k // group_size, *types, *geometry(images, 1, sizes, window)))
+        cases.append((images, sizes, window, k, n, bits, group_size, jnp.dtype(x)))
+    seen = set()
+    for case, said in zip(cases, dispatcher(H100, lines), strict=True):
+        images, sizes, window, k, n, bits, group_size, x = case
+        results = window.results(sizes)
+        there = _cuda_dispatch.conv_kernel(x, k, sizes, results, window)
+        assert there == (said != ("none",)), case
+        seen.add(said[0])
+        if not there:
+            continue
+        warpgroups = k % 64 == 0 and group_size % 64 == 0 and n % 8 == 0
+        phases, pixels = math.prod(window.lhs_dilation), images * math.prod(results)
+        us = _cuda_dispatch.conv_times(pixels, k, n, window.taps, bits, phases, warpgroups and phases == 1)
+        bands = _cuda_dispatch.band_conv_time((images, *sizes, k), x, k, n, 1, results, window)
+        if bands is not None:
+            us[("bands",)] = bands
+        least = min(us.values())
+        if phases == 1:
+            assert us[said] <= least * (1 + 1e-5), (case, said, us[said], least)
+        else:  # tiles are not shared by more clusters than the shortest phase has stages
+            assert (said[0], said[1], said[3]) == ("tiled", *min(us, key=lambda c: us[c])[1::2]), (case, said)
+    assert seen == {"none", "tiled", "warpgroup", "bands"}
+
+
+@pytest.mark.parametrize("gpu", [H100, A100], ids=["sm_90", "sm_80"])
+def test_convolutions_in_groups(rng, monkeypatch, dispatcher, gpu):
+    on(monkeypatch, gpu)
+    lines, cases = [], []
+    for images, sizes, window in windows(rng, 1000, transposed=False):
+        k, groups, each = int(rng.choice([1, 1, 2, 4, 8, 12, 32])), int(rng.choice([2, 8, 24, 64])), 1
+        if rng.random() < 0.3:
+            each = int(rng.choice([2, 3]))
+        n, x = (groups * each if k == 1 else groups * k * each), str(rng.choice(TYPES[:3]))
+        pixels = images * math.prod(window.results(sizes))
+        types = [TYPES.index(x)] * 2 + [TYPES.index("uint8"), int(ShiftMode.NONE), 0]
+        lines.append(("direct", pixels, k, n, 1, 4, 1, *types, *geometry(images, groups, sizes, window)))
+        cases.append((images, sizes, window, k, n, groups, jnp.dtype(x)))
+    seen = set()
+    for case, (name,) in zip(cases, dispatcher(gpu, lines), strict=True):
+        images, sizes, window, k, n, groups, x = case
+        shape, results = (images, *sizes, k * groups), window.results(sizes)
+        seen.add(name)
+        assert _cuda_dispatch.direct_conv_kernel(shape, x, k, n, groups, results, window) == (name != "none"), case
+        if name in ("bands", "grouped"):
+            bands = _cuda_dispatch.band_conv_time(shape, x, k, n, groups, results, window)
+            assert len(sizes) == 3 or (bands is not None) == (name == "bands"), case
+    assert seen == {"none", "depthwise", "grouped"} | ({"bands"} if gpu == H100 else set())
