@@ -134,7 +134,7 @@ def fit(file: dict, cases: list[tuple[Measured, Expected]], groups: bool = False
     loss, _ = judge(file, cases)
     places = list(numbers_of(file))
     if groups:
-        places = [at for at in places if at[0] == "warpgroup" and at[1] in ("shapes", "rounded") and at[-1] >= 5]
+        places = [at for at in places if at[0] == "warpgroup" and at[1] in ("shapes", "rounded") and at[-1] >= 6]
     for step in progress(STEPS, label="steps"):
         better = True
         while better:

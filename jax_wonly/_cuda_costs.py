@@ -17,6 +17,7 @@ class Warpgroups(NamedTuple):
 
     tokens: int
     warpgroups: int
+    bits: int  # of codes, for which alone there is a kernel or it is ever the fastest; 0: of either
     stage: float  # 128 inputs, one CTA on a multiprocessor
     shared_stage: float  # two CTAs on it; 0: they do not fit
     start: float  # until the first product, and from the last to the result
@@ -215,8 +216,7 @@ def warpgroup_times(
             (shape.tokens < costs.one_pass and m > shape.tokens)
             or shape.tokens >= 2 * m + 32
             or (ends > 1 and shape.group == 0)
-            or (shape.tokens == 8 and scheme.bits == 4)  # no kernel
-            or (scheme.bits == 8 and (shape.warpgroups == 4 or shape.tokens == 48))
+            or shape.bits not in (0, scheme.bits)
         ):
             continue
         blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)

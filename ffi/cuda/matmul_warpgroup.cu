@@ -53,8 +53,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
     if (cost.tokens < costs.one_pass && args.m > cost.tokens) return;  // would read the weights again
     if (cost.tokens >= 2 * args.m + 32) return;                        // mostly other tokens' work, not recorded
     if (groups > 1.f && cost.group == 0.f) return;
-    if (cost.tokens == 8 && args.bits == 4) return;                             // no kernel: matmul_resident's
-    if (args.bits == 8 && (cost.warpgroups == 4 || cost.tokens == 48)) return;  // never the fastest
+    if (cost.bits != 0 && cost.bits != args.bits) return;
     const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
     for (int j = 0; j < costs.cluster_count; ++j) {
       const ClusterCost& cluster = costs.clusters[j];

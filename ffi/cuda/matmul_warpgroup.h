@@ -16,6 +16,7 @@ struct Config {
 // What a configuration is expected to take, in microseconds.
 struct Cost {
   int tokens, warpgroups;
+  int bits;            // of codes, for which alone there is a kernel or it is ever the fastest; 0: of either
   float stage;         // for 128 inputs, one CTA on a multiprocessor
   float shared_stage;  // two CTAs on it; 0: they do not fit
   float start;         // until the first product, and from the last to the result
