@@ -30,6 +30,8 @@ def pytest_configure(config):
             quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if workers := getattr(config.option, "numprocesses", None):  # whose NumPy references would all take every core
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     os.environ.setdefault(_SEED, str(int.from_bytes(os.urandom(4), "little")))
     if getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = os.environ[_SEED]
