@@ -12,9 +12,11 @@ import argparse
 import csv
 import ctypes
 import io
+import itertools
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -41,16 +43,16 @@ def run() -> None:
     """The profiled process: every case once between the profiler's start and stop."""
     runtime = ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
     product = jax.jit(jw.matmul)
-    for bits, group_size, k, n, m in CASES:
-        key = jax.random.key(k + n + m)
-        qt = jax.jit(lambda w, bits=bits, group_size=group_size: jw.quantize(w, bits=bits, group_size=group_size))(
-            jax.random.normal(key, (k, n), jnp.bfloat16)
-        )
-        x = jax.random.normal(key, (m, k), jnp.bfloat16)
-        jax.block_until_ready(product(x, qt))
-        runtime.cudaProfilerStart()
-        jax.block_until_ready(product(x, qt))
-        runtime.cudaProfilerStop()
+    for (bits, group_size, k, n), cases in itertools.groupby(CASES, key=lambda case: case[:4]):
+        key = jax.random.key(k + n)
+        w = jax.random.normal(key, (k, n), jnp.bfloat16)
+        qt = jax.jit(partial(jw.quantize, bits=bits, group_size=group_size))(w)
+        for *_, m in cases:
+            x = jax.random.normal(key, (m, k), jnp.bfloat16)
+            jax.block_until_ready(product(x, qt))
+            runtime.cudaProfilerStart()
+            jax.block_until_ready(product(x, qt))
+            runtime.cudaProfilerStop()
 
 
 def number(text: str) -> float:
