@@ -115,11 +115,7 @@ __device__ __noinline__ float exact_output(const Params& params, int pixel, int 
 template <typename X>
 __device__ __forceinline__ void product(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   const uint32_t registers[4] = {a.x, a.y, a.z, a.w};
-  if constexpr (std::is_same_v<X, __half>) {
-    ptx::mma_f16(d, registers, b0, b1);
-  } else {
-    ptx::mma_bf16(d, registers, b0, b1);
-  }
+  ptx::mma<!std::is_same_v<X, __half>>(d, registers, b0, b1);
 }
 
 // kRuns runs of pixels of a warp, kAtOnce steps (a tap and a block of inputs) whose inputs are loaded together.

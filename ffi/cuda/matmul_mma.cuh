@@ -326,11 +326,7 @@ __global__ void __launch_bounds__(kThreads, kCtas) mma_matmul(const __grid_const
 #pragma unroll
             for (int atom = 0; atom < kAtoms; ++atom) {
               float (&sums)[4] = acc[atom][2 * pair + half];
-              if constexpr (C::kBf16) {
-                ptx::mma_bf16(sums, a[step % 2][atom], b[pair % 2][2 * half], b[pair % 2][2 * half + 1]);
-              } else {
-                ptx::mma_f16(sums, a[step % 2][atom], b[pair % 2][2 * half], b[pair % 2][2 * half + 1]);
-              }
+              ptx::mma<C::kBf16>(sums, a[step % 2][atom], b[pair % 2][2 * half], b[pair % 2][2 * half + 1]);
             }
           }
 #pragma unroll

@@ -177,13 +177,8 @@ __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row,
     const int row = first_row + block / 2 * tokens + token;
     ptx::load_matrices(inputs, ptx::shared_address(x + row * 128 + (unit ^ row % 8) * 16));
     float sum[4] = {};
-    if constexpr (Convert<X>::kBf16) {
-      ptx::mma_bf16(sum, ones, inputs[0], inputs[1]);
-      ptx::mma_bf16(sum, ones, inputs[2], inputs[3]);
-    } else {
-      ptx::mma_f16(sum, ones, inputs[0], inputs[1]);
-      ptx::mma_f16(sum, ones, inputs[2], inputs[3]);
-    }
+    ptx::mma<Convert<X>::kBf16>(sum, ones, inputs[0], inputs[1]);
+    ptx::mma<Convert<X>::kBf16>(sum, ones, inputs[2], inputs[3]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) mine[i] = g % 4 == block ? sum[i] : mine[i];
   }
@@ -473,11 +468,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
                 float (&to)[4] = *reinterpret_cast<float (*)[4]>(part_sums[block / kChainBlocks] + 4 * eight);
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {
-                  if constexpr (C::kBf16) {
-                    ptx::mma_bf16(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
-                  } else {
-                    ptx::mma_f16(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
-                  }
+                  ptx::mma<C::kBf16>(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
                 }
               }
             }

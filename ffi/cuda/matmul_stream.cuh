@@ -186,15 +186,6 @@ __device__ __forceinline__ uint32_t look_up_pair(uint32_t pairs, uint32_t word, 
   return ptx::load_shared(__dp2a_lo(nibbles, 0x8008u, pairs));
 }
 
-template <typename X>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<X, __half>) {
-    ptx::mma_f16(d, a, b0, b1);
-  } else {
-    ptx::mma_bf16(d, a, b0, b1);
-  }
-}
-
 // One value for each of a lane's outputs, rows g and g + 8 of every strip.
 template <int kAtoms, typename Read>
 __device__ __forceinline__ void for_rows(float (&to)[kAtoms][2], int g, Read&& read) {
@@ -230,6 +221,7 @@ template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes, type
 __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     stream_matmul(const __grid_constant__ Params params, const __grid_constant__ Tokens source) {
   constexpr bool kTable = Tokens::kTable;
+  constexpr bool kBf16 = !std::is_same_v<X, __half>;
   constexpr int kRows = kAtoms * kAtomN;
   constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage
   constexpr int kWeightBytes = weight_bytes(kAtoms, kBits);
@@ -512,9 +504,11 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
             }
 #pragma unroll
             for (int piece = 0; piece < kPieces; ++piece) {
-              if (!kTable) mma<X>(sum[tile], ones, b0[piece], b1[piece]);
+              if (!kTable) ptx::mma<kBf16>(sum[tile], ones, b0[piece], b1[piece]);
 #pragma unroll
-              for (int atom = 0; atom < kAtoms; ++atom) mma<X>(part[atom][tile], codes[atom], b0[piece], b1[piece]);
+              for (int atom = 0; atom < kAtoms; ++atom) {
+                ptx::mma<kBf16>(part[atom][tile], codes[atom], b0[piece], b1[piece]);
+              }
             }
           }
         }

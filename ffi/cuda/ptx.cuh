@@ -206,6 +206,15 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], u
 #endif
 }
 
+template <bool kBf16>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kBf16) {
+    mma_bf16(d, a, b0, b1);
+  } else {
+    mma_f16(d, a, b0, b1);
+  }
+}
+
 // The same of an a of 16 x 8 numbers in tf32: lane 4g + t holds rows g, g + 8 of its columns t and t + 4.
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800

@@ -342,11 +342,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
           uint32_t inputs[4];
           ptx::load_matrices(inputs, lane_x + slot * (kUnitInputs * 2) + block * 64);
           const auto multiply = [&](float (&to)[4], const uint32_t (&a)[4], int step) {
-            if constexpr (C::kBf16) {
-              ptx::mma_bf16(to, a, inputs[2 * step], inputs[2 * step + 1]);
-            } else {
-              ptx::mma_f16(to, a, inputs[2 * step], inputs[2 * step + 1]);
-            }
+            ptx::mma<C::kBf16>(to, a, inputs[2 * step], inputs[2 * step + 1]);
           };
 #pragma unroll
           for (int atom = 0; atom < kUnitAtoms; ++atom) {
