@@ -7,6 +7,7 @@ much the same on other GPUs. That of the fused kernels is in ``_cuda_costs``.
 import functools
 import importlib
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,280 +93,249 @@ def has_mma() -> bool:
     return _gpu()[0] != "9.0" and _capability() >= (8, 0)
 
 
-def scratch(
-    x_batch: int,
-    m: int,
-    k: int,
-    n: int,
-    batch: int,
-    bits: int,
-    x_dtype,
-    scale_dtype,
-    shift_mode: ShiftMode,
-    shift_dtype=None,
-    *,
-    groups: int,
-) -> int:
-    """Words of scratch with which ``[x_batch, m, k] x [batch, k, n]`` runs fastest on the GPU here."""
-    types = (scale_dtype, shift_mode, shift_dtype)
-    if jnp.dtype(x_dtype).itemsize == 4:  # for their pieces
-        name = kernel(m, k, n, batch, bits, x_dtype, *types, groups=groups)
-        return _abi.split_scratch(x_batch, m, k, batch) if name == "matmul_warpgroup" else 0
-    if _tiled_kernel(k, x_dtype, *types):
-        return _abi.matmul_scratch(batch, m, n, few=not _warpgroup_kernel(k, n, groups, x_dtype, *types))
-    if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, *types):
-        return _abi.mma_scratch(batch, m, n, _cuda_costs.MMA_CTAS * _gpu()[1])
+class Product(NamedTuple):
+    """``[batch, m, k] x [batch, k, n]``, the latter packed, as far as the choice of a kernel depends on it."""
+
+    m: int
+    k: int
+    n: int
+    batch: int
+    bits: int
+    x_dtype: Any
+    scale_dtype: Any
+    shift_mode: ShiftMode = ShiftMode.NONE
+    shift_dtype: Any = None  # None without zeros and offsets
+    groups: int = 1
+
+    @property
+    def outputs(self) -> int:
+        return self.batch * self.n
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.outputs * self.k * self.bits / 8
+
+    @property
+    def group_size(self) -> int:
+        return self.k // max(self.groups, 1)
+
+    @property
+    def small_groups(self) -> bool:
+        return self.groups > 1 and self.group_size in (32, 64)
+
+    @property
+    def split(self) -> bool:
+        """float32 activations, which are taken as several 16-bit numbers each."""
+        return jnp.dtype(self.x_dtype).itemsize == 4
+
+    @property
+    def table(self) -> bool:
+        return self.shift_mode == ShiftMode.TABLE
+
+    @property
+    def floats(self) -> bool:
+        """Zeros or offsets that are no bytes."""
+        return self.shift_mode != ShiftMode.NONE and self.shift_dtype != jnp.uint8
+
+    @property
+    def plain(self) -> bool:
+        """As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``."""
+        if self.split or self.scale_dtype != self.x_dtype:
+            return False
+        zeros = self.shift_mode == ShiftMode.ZEROS and self.shift_dtype == jnp.uint8 and self.n % 16 == 0
+        return zeros or (self.shift_mode == ShiftMode.NONE and self.n % 8 == 0)
+
+    @property
+    def scheme(self) -> _cuda_costs.Scheme:
+        alike = self.plain
+        if self.floats and not self.split:
+            alike = self.scale_dtype == self.shift_dtype == self.x_dtype and self.n % 8 == 0
+        ends = {32: 4, 64: 2}[self.group_size] if self.small_groups else 1
+        return _cuda_costs.Scheme(self.bits, ends, self.shift_mode == ShiftMode.ZEROS, self.floats, alike, self.split)
+
+
+def scratch(p: Product, x_batch: int) -> int:
+    """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
+    if p.split:  # for their pieces
+        return _abi.split_scratch(x_batch, p.m, p.k, p.batch) if kernel(p) == "matmul_warpgroup" else 0
+    if _tiled_kernel(p):
+        return _abi.matmul_scratch(p.batch, p.m, p.n, few=not _warpgroup_kernel(p))
+    if p.m > STREAM_TOKENS and _mma_kernel(p):
+        return _abi.mma_scratch(p.batch, p.m, p.n, _cuda_costs.MMA_CTAS * _gpu()[1])
     return 0
 
 
-def _decode_kernel(
-    m: int, k: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
-) -> bool:
+def _decode_kernel(p: Product) -> bool:
     """As ``decode::supports`` in ``ffi/cuda/matmul_decode.cu``, which has the last word."""
-    if not has_warpgroups() or shift_mode == ShiftMode.TABLE or m > _DECODE.tokens:
+    if not has_warpgroups() or p.table or p.m > _DECODE.tokens:
         return False
-    size = jnp.dtype(scale_dtype).itemsize
-    if shift_mode != ShiftMode.NONE and jnp.dtype(shift_dtype).itemsize not in (1, size):
+    size = jnp.dtype(p.scale_dtype).itemsize
+    if p.shift_mode != ShiftMode.NONE and jnp.dtype(p.shift_dtype).itemsize not in (1, size):
         return False
-    group = k // groups if groups > 1 else 128
-    if group == 32 and m > 1 and (bits == 4 or size != 2 or jnp.dtype(x_dtype).itemsize != 2):
+    group = p.group_size if p.groups > 1 else 128
+    if group == 32 and p.m > 1 and (p.bits == 4 or size != 2 or p.split):
         return False
-    return group >= 128 or k % 128 == 0
+    return group >= 128 or p.k % 128 == 0
 
 
-def _resident_kernel(
-    m: int, k: int, n: int, bits: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype
-) -> bool:
+def _resident_kernel(p: Product) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
-    floats = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    split = jnp.dtype(x_dtype).itemsize == 4
-    tokens = _RESIDENT.tokens // (1 + (split or floats))
-    if not has_warpgroups() or bits != 4 or k % 64 or not 0 < m <= tokens or shift_mode == ShiftMode.TABLE:
+    tokens = _RESIDENT.tokens // (1 + (p.split or p.floats))
+    if not has_warpgroups() or p.bits != 4 or p.k % 64 or not 0 < p.m <= tokens or p.table:
         return False
-    if split:
-        return not floats and n * jnp.dtype(scale_dtype).itemsize % 4 == 0
-    return scale_dtype == x_dtype and (not floats or shift_dtype == x_dtype)
+    if p.split:
+        return not p.floats and p.n * jnp.dtype(p.scale_dtype).itemsize % 4 == 0
+    return p.scale_dtype == p.x_dtype and (not p.floats or p.shift_dtype == p.x_dtype)
 
 
-def _warpgroup_kernel(k: int, n: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+def _warpgroup_kernel(p: Product) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
-    rows = [scale_dtype] + ([] if shift_mode == ShiftMode.NONE else [shift_dtype])
-    aligned = k % 8 == 0 and (groups <= 1 or all(n * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in rows))
-    integers = shift_mode == ShiftMode.NONE or (shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8)
-    wanted = integers if jnp.dtype(x_dtype).itemsize == 4 else shift_mode != ShiftMode.TABLE
-    return has_warpgroups() and wanted and aligned
+    rows = [p.scale_dtype] + ([] if p.shift_mode == ShiftMode.NONE else [p.shift_dtype])
+    aligned = p.k % 8 == 0 and (p.groups <= 1 or all(p.n * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in rows))
+    return has_warpgroups() and aligned and not (p.table or (p.split and p.floats))
 
 
-def _in_tiles(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
+def _in_tiles(p: Product) -> bool:
     """As ``tiled::supports`` in ``ffi/cuda/matmul_tiled.cu``, which has the last word."""
-    if k % 8 or jnp.dtype(x_dtype).itemsize != 2:
+    if p.k % 8 or p.split:
         return False
-    if shift_mode == ShiftMode.TABLE:
-        return scale_dtype in (x_dtype, jnp.float32)
-    return scale_dtype == x_dtype and (shift_mode == ShiftMode.NONE or shift_dtype in (jnp.uint8, x_dtype))
+    if p.table:
+        return p.scale_dtype in (p.x_dtype, jnp.float32)
+    return p.scale_dtype == p.x_dtype and (not p.floats or p.shift_dtype == p.x_dtype)
 
 
-def _tiled_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
-    return has_warpgroups() and _in_tiles(k, x_dtype, scale_dtype, shift_mode, shift_dtype)
+def _tiled_kernel(p: Product) -> bool:
+    return has_warpgroups() and _in_tiles(p)
 
 
-def _mma_kernel(k: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
-    in_tiles = shift_mode != ShiftMode.TABLE and _in_tiles(k, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    return has_mma() and in_tiles
+def _mma_kernel(p: Product) -> bool:
+    return has_mma() and not p.table and _in_tiles(p)
 
 
-def _plain(n: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype) -> bool:
-    """As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``."""
-    if jnp.dtype(x_dtype).itemsize == 4:
-        return False
-    if shift_mode == ShiftMode.NONE:
-        return scale_dtype == x_dtype and n % 8 == 0
-    return scale_dtype == x_dtype and shift_mode == ShiftMode.ZEROS and shift_dtype == jnp.uint8 and n % 16 == 0
+def _warpgroup_times(p: Product):
+    costs = _SPLIT_WARPGROUPS if p.split else _WARPGROUPS
+    return _cuda_costs.warpgroup_times(max(p.m, 1), p.k, p.n, p.batch, p.scheme, _gpu()[1], costs)
 
 
-def _scheme(
-    k: int, n: int, bits: int, groups: int, x_dtype, scale_dtype, shift_mode: ShiftMode, shift_dtype=None
-) -> _cuda_costs.Scheme:
-    floats = shift_mode != ShiftMode.NONE and shift_dtype != jnp.uint8
-    split = jnp.dtype(x_dtype).itemsize == 4
-    if floats and not split:
-        alike = scale_dtype == shift_dtype == x_dtype and n % 8 == 0
-    else:
-        alike = _plain(n, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    ends = {32: 4, 64: 2}.get(k // groups, 1) if groups > 1 else 1
-    return _cuda_costs.Scheme(bits, ends, shift_mode == ShiftMode.ZEROS, floats, alike, split)
+def _warpgroup(p: Product) -> float:
+    return _least(_warpgroup_times(p))
 
 
-def _warpgroup(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
-    costs = _SPLIT_WARPGROUPS if scheme.split else _WARPGROUPS
-    return _least(_cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], costs))
-
-
-def _decode_is_slower(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> bool:
+def _decode_is_slower(p: Product) -> bool:
     """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
-    outputs = batch * n
-    if scheme.floats:
-        return m > 1 and _DECODE.pairs * outputs <= k and 4 * -(-outputs // 16) <= 3 * _gpu()[1]
-    weights = outputs * k * scheme.bits // 8
-    wide = outputs >= _DECODE.wide * k and weights >= _DECODE.rivalled
-    many = wide or (weights >= _DECODE.heavy and not scheme.split)
-    faster = batch >= _DECODE.entries or (m == 1 and scheme.ends < 4 and many)
-    return not faster and _resident(m, k, n, batch, scheme) < math.inf
+    if p.floats:
+        return p.m > 1 and _DECODE.pairs * p.outputs <= p.k and 4 * -(-p.outputs // 16) <= 3 * _gpu()[1]
+    wide = p.outputs >= _DECODE.wide * p.k and p.weight_bytes >= _DECODE.rivalled
+    many = wide or (p.weight_bytes >= _DECODE.heavy and not p.split)
+    faster = p.batch >= _DECODE.entries or (p.m == 1 and p.scheme.ends < 4 and many)
+    return not faster and _resident(p) < math.inf
 
 
-def _resident(m: int, k: int, n: int, batch: int, scheme: _cuda_costs.Scheme) -> float:
-    costs = _SPLIT_RESIDENT if scheme.split else _RESIDENT
-    times = _cuda_costs.resident_times(m, k, n, batch, scheme, _gpu()[1], costs)
+def _resident(p: Product) -> float:
+    costs = _SPLIT_RESIDENT if p.split else _RESIDENT
+    times = _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, _gpu()[1], costs)
     return min((us for _, us in times), default=math.inf)
 
 
-def _stream(m: int, weights: float, scheme: _cuda_costs.Scheme) -> float:
-    return _cuda_costs.stream_time(m, weights, scheme, _STREAM)
+def _stream(p: Product) -> float:
+    return _cuda_costs.stream_time(p.m, p.weight_bytes, p.scheme, _STREAM)
 
 
-def _tiles(m: int, n: int, stages: int, batch: int, costs: _cuda_costs.Tiles) -> float:
-    return _least(_cuda_costs.tiled_times(m, n, stages, batch, _gpu()[1], costs))
+def _tiled(p: Product) -> float:
+    costs = _TABLE_TILED if p.table else _TILED
+    return _least(_cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs))
 
 
-def _tiled(m: int, k: int, n: int, batch: int, shift_mode: ShiftMode) -> float:
-    return _tiles(m, n, -(-k // 64), batch, _TABLE_TILED if shift_mode == ShiftMode.TABLE else _TILED)
-
-
-def _mma(m: int, k: int, n: int, batch: int, bits: int) -> float:
-    return _least(_cuda_costs.mma_times(m, k, n, batch, bits, _gpu()[1], _MMA))
+def _mma(p: Product) -> float:
+    return _least(_cuda_costs.mma_times(p.m, p.k, p.n, p.batch, p.bits, _gpu()[1], _MMA))
 
 
 def _least(times) -> float:
     return min(us for _, us in times)
 
 
-def kernel(
-    m: int,
-    k: int,
-    n: int,
-    batch: int,
-    bits: int,
-    x_dtype,
-    scale_dtype,
-    shift_mode: ShiftMode,
-    shift_dtype=None,
-    *,
-    groups: int,
-) -> str:
-    """The fused kernel for ``[batch, m, k] x [batch, k, n]``.
+def kernel(p: Product) -> str:
+    """The fused kernel for a product.
 
     As ``launch_matmul`` in ``ffi/cuda/matmul.cu``, which has the last word; here for where there is no GPU.
     """
-    share, wanted = _gpu()[1] // batch, _gpu()[1] * 9 // 10  # multiprocessors for each of the batch
-    resident = _resident_kernel(m, k, n, bits, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
+    share, wanted = _gpu()[1] // p.batch, _gpu()[1] * 9 // 10  # multiprocessors for each of the batch
+    resident = _resident_kernel(p)
     if (
-        _decode_kernel(m, k, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-        and batch * n * k * bits // 8 >= _DECODE.weights
-        and k >= _DECODE.inputs
-        and -(-k // 128) * (m if groups > 1 and k // groups == 32 else 1) <= _DECODE.stages
-        and (bits == 4 or k // groups < 128 or _DECODE.ratio * batch * n > k)
-        and not (resident and _decode_is_slower(m, k, n, batch, scheme))
-        and share * batch >= wanted
-        and 2 * batch * min(-(-n // 16), share) >= wanted
+        _decode_kernel(p)
+        and p.weight_bytes >= _DECODE.weights
+        and p.k >= _DECODE.inputs
+        and -(-p.k // 128) * (p.m if p.groups > 1 and p.group_size == 32 else 1) <= _DECODE.stages
+        and (p.bits == 4 or p.group_size < 128 or _DECODE.ratio * p.outputs > p.k)
+        and not (resident and _decode_is_slower(p))
+        and share * p.batch >= wanted
+        and 2 * p.batch * min(-(-p.n // 16), share) >= wanted
     ):
         return "matmul_decode"
-    if resident and scheme.split and _resident(m, k, n, batch, scheme) < math.inf:
+    if resident and p.split and _resident(p) < math.inf:
         return "matmul_resident"
-    wide = bits == 8 and batch * -(-n // TILE_N) > _gpu()[1]
-    by_warpgroups = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    small_groups = k // groups in (32, 64) and groups > 1
-    always = by_warpgroups and (small_groups or scheme.plain or scheme.split or (scheme.floats and resident))
-    streamed = m <= _STREAM.tokens and not wide and not always
+    wide = p.bits == 8 and p.batch * -(-p.n // TILE_N) > _gpu()[1]
+    by_warpgroups = _warpgroup_kernel(p)
+    always = by_warpgroups and (p.small_groups or p.plain or p.split or (p.floats and resident))
+    streamed = p.m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if by_warpgroups and not streamed:
-        other = _warpgroup(m, k, n, batch, scheme)
-        if scheme.split and m <= STREAM_TOKENS and _stream(m, batch * n * k * bits / 8, scheme) <= other:
+        other = _warpgroup(p)
+        if p.split and p.m <= STREAM_TOKENS and _stream(p) <= other:
             return "matmul_stream"
     elif not streamed:
-        other = _stream(m, batch * n * k * bits / 8, scheme)
-    if resident and _resident(m, k, n, batch, scheme) < other:
+        other = _stream(p)
+    if resident and _resident(p) < other:
         return "matmul_resident"
     if not streamed:
-        least = _TILED_TOKENS if bits == 4 and not small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
-        enough = m >= (least if by_warpgroups else STREAM_TOKENS + 1)
-        if enough and _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
-            if _tiled(m, k, n, batch, shift_mode) < other:
-                return "matmul_tiled"
+        least = _TILED_TOKENS if p.bits == 4 and not p.small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
+        enough = p.m >= (least if by_warpgroups else STREAM_TOKENS + 1)
+        if enough and _tiled_kernel(p) and _tiled(p) < other:
+            return "matmul_tiled"
         if by_warpgroups:
             return "matmul_warpgroup"
-        if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
-            if _mma(m, k, n, batch, bits) < other:
-                return "matmul_mma"
+        if p.m > STREAM_TOKENS and _mma_kernel(p) and _mma(p) < other:
+            return "matmul_mma"
     return "matmul_stream"
 
 
-def rounds_weights(m: int, k: int, n: int, batch: int, bits: int, x_dtype, *scales, groups: int) -> bool:
-    """Whether the kernel for ``[batch, m, k] x [batch, k, n]`` rounds weights to the type of x; ``scales`` as there."""
-    name = kernel(m, k, n, batch, bits, x_dtype, *scales, groups=groups)
-    if name != "matmul_warpgroup" or jnp.dtype(x_dtype).itemsize == 4:
+def rounds_weights(p: Product) -> bool:
+    """Whether the kernel for a product rounds weights to the type of x."""
+    name = kernel(p)
+    if name != "matmul_warpgroup" or p.split:
         return name in ("matmul_tiled", "matmul_mma")
-    scheme = _scheme(k, n, bits, groups, x_dtype, *scales)
-    times = _cuda_costs.warpgroup_times(max(m, 1), k, n, batch, scheme, _gpu()[1], _WARPGROUPS)
-    (tokens, *_), _ = min(times, key=lambda pair: pair[1])
-    return scheme.rounds(tokens)
+    (tokens, *_), _ = min(_warpgroup_times(p), key=lambda pair: pair[1])
+    return p.scheme.rounds(tokens)
 
 
-def estimate(
-    m: int,
-    k: int,
-    n: int,
-    batch: int,
-    bits: int,
-    x_dtype,
-    scale_dtype,
-    shift_mode: ShiftMode,
-    shift_dtype=None,
-    *,
-    groups: int = 1,
-) -> tuple[float, float]:
-    """Microseconds of ``[batch, m, k] x [batch, k, n]``: fused, and dequantized for a dense product."""
-    wide = jnp.dtype(x_dtype).itemsize == 4
-    weights = batch * n * k * bits / 8
-    operations = 2.0 * batch * n * k  # of one token
-    dense_bytes = weights + batch * n * k * jnp.dtype(x_dtype).itemsize
-    rate = _DENSE_FLOAT32 if wide else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
-    dense = dense_bytes / _MEMORY + m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
-    scheme = _scheme(k, n, bits, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    by_warpgroups = _warpgroup_kernel(k, n, groups, x_dtype, scale_dtype, shift_mode, shift_dtype)
-    fused = _warpgroup(m, k, n, batch, scheme) if by_warpgroups else math.inf
-    if not by_warpgroups or (wide and m <= STREAM_TOKENS):
-        fused = min(fused, _stream(m, weights, scheme))
-    if _tiled_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        fused = min(fused, _tiled(m, k, n, batch, shift_mode))
-    if m > STREAM_TOKENS and _mma_kernel(k, x_dtype, scale_dtype, shift_mode, shift_dtype):
-        fused = min(fused, _mma(m, k, n, batch, bits))
+def estimate(p: Product) -> tuple[float, float]:
+    """Microseconds of a product: fused, and dequantized for a dense product."""
+    operations = 2.0 * p.outputs * p.k  # of one token
+    dense_bytes = p.weight_bytes + p.outputs * p.k * jnp.dtype(p.x_dtype).itemsize
+    rate = _DENSE_FLOAT32 if p.split else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
+    dense = dense_bytes / _MEMORY + p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
+    by_warpgroups = _warpgroup_kernel(p)
+    fused = _warpgroup(p) if by_warpgroups else math.inf
+    if not by_warpgroups or (p.split and p.m <= STREAM_TOKENS):
+        fused = min(fused, _stream(p))
+    if _tiled_kernel(p):
+        fused = min(fused, _tiled(p))
+    if p.m > STREAM_TOKENS and _mma_kernel(p):
+        fused = min(fused, _mma(p))
     return fused, dense
 
 
-def use_kernel(
-    m: int,
-    k: int,
-    n: int,
-    batch: int,
-    bits: int,
-    x_dtype,
-    scale_dtype,
-    shift_mode: ShiftMode,
-    shift_dtype=None,
-    *,
-    groups: int,
-) -> bool:
-    """Whether the fused kernels are expected to be at least as fast for ``[batch, m, k] x [batch, k, n]``."""
-    if m <= (TABLE_TOKENS if shift_mode == ShiftMode.TABLE else STREAM_TOKENS):
+def use_kernel(p: Product) -> bool:
+    """Whether the fused kernels are expected to be at least as fast as dequantizing."""
+    if p.m <= (TABLE_TOKENS if p.table else STREAM_TOKENS):
         return True
-    fused, dense = estimate(m, k, n, batch, bits, x_dtype, scale_dtype, shift_mode, shift_dtype, groups=groups)
+    fused, dense = estimate(p)
     return fused <= dense
 
 
 def ragged_table_kernel(k: int, x_dtype, scale_dtype) -> bool:
     """Whether there is a kernel for experts with a table: ``launch_ragged_matmul`` in ``ffi/cuda/ragged_matmul.cu``."""
-    return _tiled_kernel(k, x_dtype, scale_dtype, ShiftMode.TABLE, None)
+    return _tiled_kernel(Product(1, k, 1, 1, 4, x_dtype, scale_dtype, ShiftMode.TABLE))
 
 
 def conv_kernel(x_dtype, k: int, sizes, results, window) -> bool:
@@ -401,7 +371,8 @@ def use_conv(
     ``bands``: what ``band_conv_time`` says.
     """
     phases = math.prod(window.lhs_dilation)
-    warpgroups = phases == 1 and k // groups % 64 == 0 and _plain(n, x_dtype, x_dtype, shift_mode, shift_dtype)
+    plain = Product(pixels, k, n, 1, bits, x_dtype, x_dtype, shift_mode, shift_dtype).plain
+    warpgroups = phases == 1 and k // groups % 64 == 0 and plain
     times = conv_times(pixels, k, n, window.taps, bits, phases, warpgroups)
     fastest = min(*times.values(), math.inf if bands is None else bands)
     return fastest <= conv_dense(pixels, k, n, window.taps, bits)
@@ -542,25 +513,13 @@ def _most_streamed(x_dtype) -> int:
     return _TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS_OTHERS
 
 
-def use_quantized_kernel(
-    m: int,
-    k: int,
-    n: int,
-    batch: int,
-    bits: int,
-    scale_dtype,
-    shift_mode: ShiftMode,
-    shift_dtype=None,
-    *,
-    blocks: bool,
-    forced: bool = False,
-) -> bool:
+def use_quantized_kernel(p: Product, *, blocks: bool, forced: bool = False) -> bool:
     """Whether quantized activations meet the codes of the weights, or are dequantized for a 16-bit product."""
-    if not has_warpgroups() or m == 0:
+    if not has_warpgroups() or p.m == 0:
         return False
-    if forced or not isinstance(m, int):
+    if forced or not isinstance(p.m, int):
         return True
-    waves = -(-batch * -(-m // _QUANTIZED_TOKENS) * -(-n // _TILE_OUTPUTS) // (_gpu()[1] // 2))
-    us = 3 + waves * (-(-k // 128) * (_QUANTIZED_BLOCKS if blocks else _QUANTIZED_ROWS) + 2.5)
-    dequantizing = 3 * batch * m * k / _MEMORY
-    return us < dequantizing + min(estimate(m, k, n, batch, bits, scale_dtype, scale_dtype, shift_mode, shift_dtype))
+    waves = -(-p.batch * -(-p.m // _QUANTIZED_TOKENS) * -(-p.n // _TILE_OUTPUTS) // (_gpu()[1] // 2))
+    us = 3 + waves * (-(-p.k // 128) * (_QUANTIZED_BLOCKS if blocks else _QUANTIZED_ROWS) + 2.5)
+    dequantizing = 3 * p.batch * p.m * p.k / _MEMORY
+    return us < dequantizing + min(estimate(p))

@@ -234,12 +234,12 @@ def explain(
     rounds = None if experts or transpose or activation_quantization is not None else x.dtype.itemsize == 2
     fused = weight.table is None or x.dtype.itemsize == 2  # as matmul's primitive has it
     if platform == "cuda" and not experts and not transpose and fused:
-        operands = (m, k, n, batch, bits, x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
-        groups = weight.scales.shape[-2]
-        kernel_us, dequantize_us = _cuda_dispatch.estimate(*operands, groups=groups)
+        types = (x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
+        product = _cuda_dispatch.Product(m, k, n, batch, bits, *types, groups=weight.scales.shape[-2])
+        kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
         if _abi.MATMUL in targets:
-            kernel = _cuda_dispatch.kernel(*operands, groups=groups)
-            rounds = mode == ShiftMode.TABLE or _cuda_dispatch.rounds_weights(*operands, groups=groups)
+            kernel = _cuda_dispatch.kernel(product)
+            rounds = mode == ShiftMode.TABLE or _cuda_dispatch.rounds_weights(product)
         elif _abi.QUANTIZED_MATMUL in targets:
             kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:

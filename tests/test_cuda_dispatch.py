@@ -9,16 +9,16 @@ from matmul_cases import ROWS, SHAPES
 
 from jax_wonly import _cuda_dispatch
 from jax_wonly._abi import ShiftMode
+from jax_wonly._cuda_dispatch import Product
 from jax_wonly.primitives.conv import Window
 
 
 def choose(m, k=8192, n=8192, x=jnp.bfloat16, mode=ShiftMode.NONE, shift=None):
-    return _cuda_dispatch.use_kernel(m, k, n, 1, 4, x, jnp.bfloat16, mode, shift, groups=k // 128 or 1)
+    return _cuda_dispatch.use_kernel(Product(m, k, n, 1, 4, x, jnp.bfloat16, mode, shift, groups=k // 128 or 1))
 
 
 def scratch(m, k=8192, n=8192, batch=1, bits=4, x=jnp.bfloat16, scales=jnp.bfloat16, *shift, group_size=128):
-    shift = shift or (ShiftMode.NONE,)
-    return _cuda_dispatch.scratch(batch, m, k, n, batch, bits, x, scales, *shift, groups=k // group_size)
+    return _cuda_dispatch.scratch(Product(m, k, n, batch, bits, x, scales, *shift, groups=k // group_size), batch)
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["warpgroups", "no warpgroups"])
@@ -49,7 +49,7 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
         bits=4,
     ):
         groups = k // group_size if group_size else 1
-        return _cuda_dispatch.kernel(m, k, n, 1, bits, x, scales, mode, shift, groups=groups)
+        return _cuda_dispatch.kernel(Product(m, k, n, 1, bits, x, scales, mode, shift, groups=groups))
 
     decode = "matmul_decode" if warpgroups else "matmul_stream"
     resident = "matmul_resident" if warpgroups else "matmul_stream"
@@ -99,7 +99,7 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
 
     def kernel(m, k, n, group_size=128, bits=4, batch=1, mode=ShiftMode.NONE, shift=None, scales=x):
         groups = k // group_size if group_size else 1
-        return _cuda_dispatch.kernel(m, k, n, batch, bits, x, scales, mode, shift, groups=groups)
+        return _cuda_dispatch.kernel(Product(m, k, n, batch, bits, x, scales, mode, shift, groups=groups))
 
     if not warpgroups:
         assert {kernel(m, 5120, 5120) for m in (3, 5, 8)} == {"matmul_stream"}
@@ -206,8 +206,9 @@ def test_float32(monkeypatch, warpgroups):
 
     def kernel(m, k=8192, n=8192, batch=1, group_size=128, bits=4, scales=jnp.float32, mode=ShiftMode.NONE, shift=None):
         types = (scales, mode, shift)
-        name = _cuda_dispatch.kernel(m, k, n, batch, bits, jnp.float32, *types, groups=k // group_size)
-        assert not _cuda_dispatch.rounds_weights(m, k, n, batch, bits, jnp.float32, *types, groups=k // group_size)
+        product = Product(m, k, n, batch, bits, jnp.float32, *types, groups=k // group_size)
+        name = _cuda_dispatch.kernel(product)
+        assert not _cuda_dispatch.rounds_weights(product)
         words = scratch(m, k, n, batch, bits, jnp.float32, *types, group_size=group_size)
         rows = m if batch > 1 else min(m, 512)
         assert words == (3 * batch * rows * k // 2 if name == "matmul_warpgroup" else 0)
@@ -225,9 +226,8 @@ def test_float32(monkeypatch, warpgroups):
         assert kernel(40, mode=shift[0], shift=shift[1]) == "matmul_stream"
     assert kernel(40, n=8202) == kernel(40, n=8200, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_stream"
     if warpgroups:  # three products of 16-bit numbers take less than one of float32
-        types = jnp.float32, jnp.float32, ShiftMode.NONE
         for m in (17, 1024, 8192):
-            fused, dense = _cuda_dispatch.estimate(m, 8192, 8192, 1, 4, *types, groups=64)
+            fused, dense = _cuda_dispatch.estimate(Product(m, 8192, 8192, 1, 4, jnp.float32, jnp.float32, groups=64))
             assert 3 * fused < dense
 
 
@@ -236,7 +236,7 @@ def test_quantized(warpgroups):
 
     def use(m, k=8192, n=8192, **options):
         options = {"blocks": False} | options
-        return _cuda_dispatch.use_quantized_kernel(m, k, n, 1, 8, jnp.bfloat16, ShiftMode.NONE, **options)
+        return _cuda_dispatch.use_quantized_kernel(Product(m, k, n, 1, 8, jnp.bfloat16, jnp.bfloat16), **options)
 
     assert use(1024) == use(4096) == use(4096, blocks=True) == use(1, forced=True) == warpgroups
     assert not use(1) and not use(16) and not use(0, forced=True)
@@ -382,5 +382,7 @@ def test_small_products_round_no_weights(monkeypatch, group_size, shape, bits):
     groups = k // group_size if group_size else 1
     for mode, shift in ((ShiftMode.NONE, None), (ShiftMode.ZEROS, jnp.uint8)):
         for m in ROWS[1:]:
-            kernel = _cuda_dispatch.kernel(m, k, n, 1, bits, jnp.float16, jnp.float16, mode, shift, groups=groups)
+            kernel = _cuda_dispatch.kernel(
+                Product(m, k, n, 1, bits, jnp.float16, jnp.float16, mode, shift, groups=groups)
+            )
             assert kernel != "matmul_tiled"

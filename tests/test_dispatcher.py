@@ -11,6 +11,7 @@ import pytest
 
 from jax_wonly import _abi, _cuda_costs, _cuda_dispatch
 from jax_wonly._abi import ShiftMode
+from jax_wonly._cuda_dispatch import Product
 from jax_wonly.primitives.conv import Window
 
 ROOT = Path(__file__).parent.parent
@@ -62,8 +63,8 @@ def on(monkeypatch, gpu):
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: (f"{gpu[0] // 10}.{gpu[0] % 10}", gpu[1]))
 
 
-def products(rng, count: int) -> list[tuple]:
-    """Arguments of ``_cuda_dispatch.kernel``, many where kernels meet."""
+def products(rng, count: int) -> list[Product]:
+    """Many where kernels meet."""
     found = []
     rows = [*range(1, 21), 24, 31, 33, 40, 48, 64, 65, 80, 96, 97, 100, 128, 129, 150, 200, 256, 300, 400, 513, 700]
     inputs = [64, 384, 512, 1000, 1024, 1088, 1120, 2048, 2304, 4096, 4100, 5120, 7168, 8192, 8256, 11008, 14336, 28672]
@@ -78,55 +79,44 @@ def products(rng, count: int) -> list[tuple]:
         mode, scales = modes[rng.integers(len(modes))], x if rng.random() < 0.7 else other
         if mode == ShiftMode.TABLE and bits == 8:
             continue
-        integers = mode == ShiftMode.NONE or (mode == ShiftMode.ZEROS and rng.random() < 0.5)
-        shift = "uint8" if integers else "float32" if mode == ShiftMode.TABLE else scales
-        found.append((m, k, n, batch, bits, k // group_size, x, scales, mode, shift))
+        shift = {ShiftMode.NONE: None, ShiftMode.TABLE: "float32"}.get(mode, scales)
+        if mode == ShiftMode.ZEROS and rng.random() < 0.5:
+            shift = "uint8"
+        dtypes = jnp.dtype(x), jnp.dtype(scales), mode, shift and jnp.dtype(shift)
+        found.append(Product(m, k, n, batch, bits, *dtypes, groups=k // group_size))
     return found
 
 
-def described(product) -> tuple[tuple, dict]:
-    m, k, n, batch, bits, groups, x, scales, mode, shift = product
-    types = (jnp.dtype(x), jnp.dtype(scales), mode, None if mode == ShiftMode.NONE else jnp.dtype(shift))
-    return (m, k, n, batch, bits, *types), {"groups": groups}
+def line(operation: str, p: Product, scratch: int = 0) -> tuple:
+    """As ``dispatcher`` reads it, with bytes of scratch."""
+    types = [TYPES.index(str(dtype)) for dtype in (p.x_dtype, p.scale_dtype, p.shift_dtype or "uint8")]
+    return operation, p.m, p.k, p.n, p.batch, p.bits, p.groups, *types, int(p.shift_mode), scratch
 
 
-def times(product) -> dict[tuple, float]:
+def times(p: Product) -> dict[tuple, float]:
     """What every configuration of the kernels with a model is expected to take."""
-    m, k, n, batch, bits, groups, x, scales, mode, shift = product
     d, c, (_, multiprocessors) = _cuda_dispatch, _cuda_costs, _cuda_dispatch._gpu()
-    arguments, _ = described(product)
-    scheme = d._scheme(k, n, bits, groups, *arguments[5:])
-    split = scheme.split
-    tiled = d._TABLE_TILED if mode == ShiftMode.TABLE else d._TILED
+    tiled = d._TABLE_TILED if p.table else d._TILED
+    resident = d._SPLIT_RESIDENT if p.split else d._RESIDENT
     of = {
-        "matmul_tiled": c.tiled_times(m, n, -(-k // 64), batch, multiprocessors, tiled),
-        "matmul_mma": c.mma_times(m, k, n, batch, bits, multiprocessors, d._MMA),
-        "matmul_warpgroup": c.warpgroup_times(
-            m, k, n, batch, scheme, multiprocessors, d._SPLIT_WARPGROUPS if split else d._WARPGROUPS
-        ),
-        "matmul_resident": c.resident_times(
-            m, k, n, batch, scheme, multiprocessors, d._SPLIT_RESIDENT if split else d._RESIDENT
-        ),
+        "matmul_tiled": c.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, multiprocessors, tiled),
+        "matmul_mma": c.mma_times(p.m, p.k, p.n, p.batch, p.bits, multiprocessors, d._MMA),
+        "matmul_warpgroup": d._warpgroup_times(p),
+        "matmul_resident": c.resident_times(p.m, p.k, p.n, p.batch, p.scheme, multiprocessors, resident),
+        "matmul_stream": [((), d._stream(p))],
     }
-    found = {(name, *config): us for name, configs in of.items() for config, us in configs}
-    return found | {("matmul_stream",): c.stream_time(m, batch * n * k * bits / 8, scheme, d._STREAM)}
+    return {(name, *config): us for name, configs in of.items() for config, us in configs}
 
 
 @pytest.mark.parametrize("gpu", [H100, A100], ids=["sm_90", "sm_80"])
 def test_products(rng, monkeypatch, dispatcher, gpu):
     """The kernel, and its configuration, with the scratch that the custom call has."""
     on(monkeypatch, gpu)
-    lines, cases = [], products(rng, 3000)
-    for product in cases:
-        m, k, n, batch, bits, groups, x, scales, mode, shift = product
-        arguments, options = described(product)
-        words = _cuda_dispatch.scratch(batch, *arguments, **options)
-        types = [TYPES.index(name) for name in (x, scales, shift)]
-        lines.append(("matmul", m, k, n, batch, bits, groups, *types, int(mode), 4 * words))
+    cases = products(rng, 3000)
+    lines = [line("matmul", product, 4 * _cuda_dispatch.scratch(product, product.batch)) for product in cases]
     seen = set()
     for product, (name, *config) in zip(cases, dispatcher(gpu, lines), strict=True):
-        arguments, options = described(product)
-        said, us = _cuda_dispatch.kernel(*arguments, **options), times(product)
+        said, us = _cuda_dispatch.kernel(product), times(product)
         seen.add(name)
         if said != name:  # either, where both take as long in float32
 
@@ -147,12 +137,9 @@ def test_transposed(rng, monkeypatch, dispatcher):
     for gpu in (H100, A100):
         on(monkeypatch, gpu)
         cases = products(rng, 500)
-        lines = [
-            ("transposed", *case[:6], *(TYPES.index(name) for name in (*case[6:8], case[9])), int(case[8]), 0)
-            for case in cases
-        ]
-        for (m, _, n, *_, x, _, _, _), (name, *_) in zip(cases, dispatcher(gpu, lines), strict=True):
-            assert _cuda_dispatch.transposed_kernel(m, n, jnp.dtype(x)) == name, (m, n, x)
+        lines = [line("transposed", product) for product in cases]
+        for product, (name, *_) in zip(cases, dispatcher(gpu, lines), strict=True):
+            assert _cuda_dispatch.transposed_kernel(product.m, product.n, product.x_dtype) == name, product
 
 
 def windows(rng, count: int, *, transposed: bool) -> list[tuple[int, tuple[int, ...], Window]]:
@@ -179,7 +166,7 @@ def windows(rng, count: int, *, transposed: bool) -> list[tuple[int, tuple[int, 
     return found
 
 
-def geometry(images: int, groups: int, sizes, window: Window) -> list[int]:
+def geometry(images: int, groups: int, sizes, window: Window) -> tuple:
     """As ``dispatcher`` reads it, with axes of one pixel before those that there are."""
     low = [low for low, _ in window.padding]
     of = zip(
@@ -187,7 +174,7 @@ def geometry(images: int, groups: int, sizes, window: Window) -> list[int]:
         strict=True,
     )
     missing = 3 - len(sizes)
-    return [images, groups, *missing * (1, 1, 1, 1, 0, 1, 1), *(number for axis in of for number in axis)]
+    return images, groups, *missing * (1, 1, 1, 1, 0, 1, 1), *(number for axis in of for number in axis)
 
 
 def test_convolutions(rng, monkeypatch, dispatcher):
@@ -199,11 +186,10 @@ def test_convolutions(rng, monkeypatch, dispatcher):
         pixels, group_size = images * math.prod(window.results(sizes)), int(rng.choice([32, 64, k]))
         if k % group_size or (group_size == 32 and k == 64):
             group_size = k
-        x = str(rng.choice(TYPES[:3]))
-        words = _abi.conv_scratch(pixels, n)
-        types = [TYPES.index(x)] * 2 + [TYPES.index("uint8"), int(ShiftMode.NONE), 4 * words]
-        lines.append(("conv", pixels, k, n, 1, bits, k // group_size, *types, *geometry(images, 1, sizes, window)))
-        cases.append((images, sizes, window, k, n, bits, group_size, jnp.dtype(x)))
+        x = jnp.dtype(str(rng.choice(TYPES[:3])))
+        product = Product(pixels, k, n, 1, bits, x, x, groups=k // group_size)
+        lines.append(line("conv", product, 4 * _abi.conv_scratch(pixels, n)) + geometry(images, 1, sizes, window))
+        cases.append((images, sizes, window, k, n, bits, group_size, x))
     seen = set()
     for case, said in zip(cases, dispatcher(H100, lines), strict=True):
         images, sizes, window, k, n, bits, group_size, x = case
@@ -235,11 +221,10 @@ def test_convolutions_in_groups(rng, monkeypatch, dispatcher, gpu):
         k, groups, each = int(rng.choice([1, 1, 2, 4, 8, 12, 32])), int(rng.choice([2, 8, 24, 64])), 1
         if rng.random() < 0.3:
             each = int(rng.choice([2, 3]))
-        n, x = (groups * each if k == 1 else groups * k * each), str(rng.choice(TYPES[:3]))
-        pixels = images * math.prod(window.results(sizes))
-        types = [TYPES.index(x)] * 2 + [TYPES.index("uint8"), int(ShiftMode.NONE), 0]
-        lines.append(("direct", pixels, k, n, 1, 4, 1, *types, *geometry(images, groups, sizes, window)))
-        cases.append((images, sizes, window, k, n, groups, jnp.dtype(x)))
+        n, x = (groups * each if k == 1 else groups * k * each), jnp.dtype(str(rng.choice(TYPES[:3])))
+        product = Product(images * math.prod(window.results(sizes)), k, n, 1, 4, x, x)
+        lines.append(line("direct", product) + geometry(images, groups, sizes, window))
+        cases.append((images, sizes, window, k, n, groups, x))
     seen = set()
     for case, (name,) in zip(cases, dispatcher(gpu, lines), strict=True):
         images, sizes, window, k, n, groups, x = case

@@ -159,20 +159,15 @@ def has_kernel(a: Activations, qw, scales, *rest, p, platform: str) -> bool:
     from jax_wonly import _cuda_dispatch
 
     groups, n = scales.shape[-2:]
+    types = (scales.dtype, scales.dtype, p.shift_mode, rest[0].dtype if p.shift_mode != ShiftMode.NONE else None)
+    product = _cuda_dispatch.Product(a.codes.shape[1], p.k, n, qw.shape[0], p.bits, *types, groups=groups)
     return (
         _ffi.use_native(p.implementation, platform)
         and n != 0
         and 0 not in (a.codes.shape[0], qw.shape[0])
         and takes_codes(p.activations, p.k, p.bits, groups, platform)
         and _cuda_dispatch.use_quantized_kernel(
-            a.codes.shape[1],
-            p.k,
-            n,
-            qw.shape[0],
-            p.bits,
-            scales.dtype,
-            p.shift_mode,
-            rest[0].dtype if p.shift_mode != ShiftMode.NONE else None,
+            product,
             blocks=groups > 1 or p.activations.groups(p.k) > 1,
             forced=p.implementation == "cuda",
         )

@@ -144,7 +144,8 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
 
         (x_batch, m, k), (batch, _, n) = x.shape, shape
         types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
-        scratch = _cuda_dispatch.scratch(x_batch, m, k, n, batch, p.bits, *types, groups=scales.shape[-2])
+        product = _cuda_dispatch.Product(m, k, n, batch, p.bits, *types, groups=scales.shape[-2])
+        scratch = _cuda_dispatch.scratch(product, x_batch)
         if scratch:
             results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
     return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)
@@ -171,18 +172,10 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
         return _cuda_dispatch.use_transposed_kernel(m, x.shape[2], x.dtype, forced=forced)
     if forced or not isinstance(m, int):
         return True
-    return _cuda_dispatch.use_kernel(
-        m,
-        p.k,
-        scales.shape[-1],
-        qw.shape[0],
-        p.bits,
-        x.dtype,
-        scales.dtype,
-        p.shift_mode if p.table is None else ShiftMode.TABLE,
-        shift[0].dtype if shift else None,
-        groups=scales.shape[-2],
-    )
+    shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE
+    types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
+    product = _cuda_dispatch.Product(m, p.k, scales.shape[-1], qw.shape[0], p.bits, *types, groups=scales.shape[-2])
+    return _cuda_dispatch.use_kernel(product)
 
 
 def _is_zero(size) -> bool:
