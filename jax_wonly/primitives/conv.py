@@ -31,7 +31,14 @@ from jax_wonly._validate import GROUP_SIZES
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives import matmul as _matmul
 from jax_wonly.primitives._common import align_varying, make_primitive, register_lowerings
-from jax_wonly.primitives.matmul import ACTIVATIONS, PRODUCTS, compute_dtype, dense_precision, split_rest
+from jax_wonly.primitives.matmul import (
+    ACTIVATIONS,
+    PRODUCTS,
+    before_activation,
+    compute_dtype,
+    dense_precision,
+    split_rest,
+)
 from jax_wonly.primitives.matmul_sharding import (
     RuleBuilder,
     allow_partitioning,
@@ -398,15 +405,9 @@ def _weights(x, qw, scales, shift, p: Params) -> jax.Array:
 # Differentiation.
 
 
+@before_activation
 def _jvp(primals, tangents, *, params: Params):
     p = params
-    if p.activation != Activation.NONE:
-        linear = p._replace(activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
-        y, y_dot = _jvp(primals, tangents, params=linear)
-        if isinstance(y_dot, ad.Zero):
-            y_dot = y_dot.instantiate()
-        return jax.jvp(lambda v: ACTIVATIONS[p.activation](v).astype(p.out_dtype), (y,), (y_dot,))
-
     x, qw, scales, *rest = primals
     x_dot, _, *rest_dot = tangents
     shift, _ = split_rest(rest, p.shift_mode)

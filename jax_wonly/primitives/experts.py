@@ -31,6 +31,7 @@ from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
 from jax_wonly.primitives.matmul import (
     ACTIVATIONS,
     PRODUCTS,
+    before_activation,
     compute_dtype,
     dense_precision,
     group_sums,
@@ -299,16 +300,10 @@ def _batch_bias(operands, axes, size: int, p: Params):
 # Differentiation.
 
 
+@before_activation
 def _jvp(primals, tangents, *, params: Params):
     p = params
-    linear = p._replace(has_bias=False, activation=Activation.NONE)
-    if p.activation != Activation.NONE:
-        inner = p._replace(activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
-        y, y_dot = _jvp(primals, tangents, params=inner)
-        if isinstance(y_dot, ad.Zero):
-            y_dot = y_dot.instantiate()
-        return jax.jvp(lambda v: ACTIVATIONS[p.activation](v).astype(p.out_dtype), (y,), (y_dot,))
-
+    linear = p._replace(has_bias=False)
     x, qw, scales, rows, *rest = primals
     x_dot, _, scales_dot, _, *rest_dot = tangents
     shift, bias = split_rest(rest, p.shift_mode)

@@ -12,6 +12,7 @@ so every composition of jvp, vjp, linear_transpose and vmap keeps the weights pa
 """
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -310,15 +311,26 @@ def _shift_tangent(x, scales, shift_dot, p: Params):
     return jnp.repeat(_dense_f32(x, jnp.swapaxes(per_group, 1, 2)), p.k // groups, axis=-1)
 
 
-def _jvp(primals, tangents, *, params: Params):
-    p = params
-    if p.activation != Activation.NONE:
+def before_activation(jvp: Callable) -> Callable:
+    """The jvp of an operation by ``jvp``, that of what it does before its activation."""
+
+    @functools.wraps(jvp)
+    def rule(primals, tangents, *, params):
+        p = params
+        if p.activation == Activation.NONE:
+            return jvp(primals, tangents, params=p)
         linear = p._replace(activation=Activation.NONE, out_dtype=jnp.dtype(jnp.float32))
-        y, y_dot = _jvp(primals, tangents, params=linear)
+        y, y_dot = jvp(primals, tangents, params=linear)
         if isinstance(y_dot, ad.Zero):
             y_dot = y_dot.instantiate()
         return jax.jvp(lambda v: ACTIVATIONS[p.activation](v).astype(p.out_dtype), (y,), (y_dot,))
 
+    return rule
+
+
+@before_activation
+def _jvp(primals, tangents, *, params: Params):
+    p = params
     x, qw, scales, *rest = primals
     x_dot, _, scales_dot, *rest_dot = tangents
     shift, _ = split_rest(rest, p.shift_mode)
