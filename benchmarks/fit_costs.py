@@ -25,7 +25,7 @@ from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = {90: RESULTS / "h100-tune.json", 80: RESULTS / "h100-tune-sm80.json"}
-MULTIPROCESSORS = 132  # of the H100 that was measured
+MULTIPROCESSORS, SHARED_BYTES = 132, 228 << 10  # of the H100 that was measured, and of one of them
 NEAR = 1.4  # times the fastest: configurations whose expected time should be right
 STEPS = (0.2, 0.1, 0.05, 0.02, 0.01)
 CHOICE = 3.0  # weight of the choice in the loss
@@ -57,7 +57,8 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
 
     def of(file: dict) -> Iterator[tuple[tuple, float]]:
         if "mma" in file:
-            for config, us in costs.mma_times(m, k, n, 1, bits, MULTIPROCESSORS, costs.mma_of(file["mma"])):
+            numbers = costs.mma_of(file["mma"])
+            for config, us in costs.mma_times(m, k, n, 1, scheme, MULTIPROCESSORS, SHARED_BYTES, numbers):
                 yield ("mma", *config), us
             return
         if split:

@@ -190,7 +190,7 @@ def resident_of(file: dict, name: str) -> Resident:
 
 
 BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
-MMA_CTAS = 2  # of matmul_mma on a multiprocessor
+MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
 MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream
 _SHARED_BYTES = 227 << 10  # of a CTA on an H100
@@ -257,19 +257,33 @@ def band_conv_time(places: int, taps: int, k: int, n: int, values: int, multipro
     return costs.start + max(walking, 2 * values / costs.memory)
 
 
+def _mma_ctas(tokens: int, scheme: Scheme, shared_bytes: int) -> int:
+    """How many of such tiles a multiprocessor holds at once: as ``mma::params_of`` in ``ffi/cuda/matmul_mma.cu``."""
+    shift = 2 if scheme.floats else int(scheme.zeros)  # bytes of a zero or offset
+    sets = 2 if scheme.ends == 4 else 1
+    stage = tokens * 128 + MMA_OUTPUTS * (64 * scheme.bits // 8 + sets * (2 + shift))
+    return next((ctas for ctas in range(MMA_CTAS, 0, -1) if 3 * stage <= shared_bytes // ctas - 1024), 0)
+
+
 def mma_times(
-    m: int, k: int, n: int, batch: int, bits: int, multiprocessors: int, costs: Mma
+    m: int, k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, shared_bytes: int, costs: Mma
 ) -> Iterator[tuple[tuple[int, int], float]]:
-    """Of every configuration, (tokens, splits), with room for the sums of all tiles that are shared."""
-    stages, places = -(-k // 64), MMA_CTAS * multiprocessors
-    for tokens, alone, shared in costs.stages:
+    """Of every configuration, (tokens, splits), with room for the sums of all tiles that are shared; ``shared_bytes``:
+    the shared memory of a multiprocessor.
+    """
+    stages = -(-k // 64)
+    for tokens, alone, together in costs.stages:
+        ctas = _mma_ctas(tokens, scheme, shared_bytes)
+        if ctas == 0:
+            continue
+        places, shared = ctas * multiprocessors, together if ctas > 1 else alone
         waves, rest = divmod(batch * -(-m // tokens) * -(-n // MMA_OUTPUTS), places)
         most = min(costs.most_splits, stages // costs.least_stages, places // rest) if rest else 1
         for splits in range(1, max(1, most) + 1):
             us = waves * (costs.wave + stages * shared)
             if rest:
                 us += costs.wave + stages / splits * (shared if rest * splits > multiprocessors else alone)
-            us = costs.start + max(us, batch * n * k * bits / 8 / costs.memory)
+            us = costs.start + max(us, batch * n * k * scheme.bits / 8 / costs.memory)
             if splits > 1:
                 us += costs.sums + 4 * rest * splits * tokens * MMA_OUTPUTS / costs.sum_bytes
             yield (tokens, splits), us

@@ -246,8 +246,14 @@ def _tiled(p: Product) -> float:
     return _least(_cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs))
 
 
+def _mma_times(p: Product):
+    capability = _capability()
+    kib = 228 if capability[:1] in ((9,), (10,), (11,)) else 164 if capability in ((8, 0), (8, 7)) else 100
+    return _cuda_costs.mma_times(p.m, p.k, p.n, p.batch, p.scheme, _gpu()[1], kib << 10, _MMA)
+
+
 def _mma(p: Product) -> float:
-    return _least(_cuda_costs.mma_times(p.m, p.k, p.n, p.batch, p.bits, _gpu()[1], _MMA))
+    return _least(_mma_times(p))
 
 
 def _least(times) -> float:

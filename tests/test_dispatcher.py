@@ -21,6 +21,8 @@ SOURCES += ["matmul", "conv", "direct_conv"]
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
 H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor
 A100 = (80, 108, 166912, 167936)
+L40S = (89, 142, 101376, 102400)
+T4 = (75, 40, 65536, 65536)
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,7 +102,7 @@ def times(p: Product) -> dict[tuple, float]:
     resident = d._SPLIT_RESIDENT if p.split else d._RESIDENT
     of = {
         "matmul_tiled": c.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, multiprocessors, tiled),
-        "matmul_mma": c.mma_times(p.m, p.k, p.n, p.batch, p.bits, multiprocessors, d._MMA),
+        "matmul_mma": d._mma_times(p),
         "matmul_warpgroup": d._warpgroup_times(p),
         "matmul_resident": c.resident_times(p.m, p.k, p.n, p.batch, p.scheme, multiprocessors, resident),
         "matmul_stream": [((), d._stream(p))],
@@ -108,7 +110,7 @@ def times(p: Product) -> dict[tuple, float]:
     return {(name, *config): us for name, configs in of.items() for config, us in configs}
 
 
-@pytest.mark.parametrize("gpu", [H100, A100], ids=["sm_90", "sm_80"])
+@pytest.mark.parametrize("gpu", [H100, A100, L40S], ids=["sm_90", "sm_80", "sm_89"])
 def test_products(rng, monkeypatch, dispatcher, gpu):
     """The kernel, and its configuration, with the scratch that the custom call has."""
     on(monkeypatch, gpu)
@@ -213,7 +215,7 @@ def test_convolutions(rng, monkeypatch, dispatcher):
     assert seen == {"none", "tiled", "warpgroup", "bands"}
 
 
-@pytest.mark.parametrize("gpu", [H100, A100], ids=["sm_90", "sm_80"])
+@pytest.mark.parametrize("gpu", [H100, A100, T4], ids=["sm_90", "sm_80", "sm_75"])
 def test_convolutions_in_groups(rng, monkeypatch, dispatcher, gpu):
     on(monkeypatch, gpu)
     lines, cases = [], []
@@ -234,4 +236,5 @@ def test_convolutions_in_groups(rng, monkeypatch, dispatcher, gpu):
         if name in ("bands", "grouped"):
             bands = _cuda_dispatch.band_conv_time(shape, x, k, n, groups, results, window)
             assert len(sizes) == 3 or (bands is not None) == (name == "bands"), case
-    assert seen == {"none", "depthwise", "grouped"} | ({"bands"} if gpu == H100 else set())
+    kernels = {H100: {"grouped", "bands"}, A100: {"grouped"}, T4: set()}
+    assert seen == {"none", "depthwise"} | kernels[gpu]
