@@ -67,17 +67,15 @@ class RowMode(IntEnum):
     IDS = 1
 
 
-def matmul_scratch(batch: int, m: int, n: int, *, few: bool = False) -> int:
+def matmul_scratch(batch: int, m: int, n: int, least_tile: int) -> int:
     """Words of scratch with which a product of many tokens runs fastest on CUDA: the float32 sums of shared tiles.
 
     As ``tiled::scratch_bytes`` in ``ffi/cuda/matmul_tiled.h`` for all tiles that clusters may share, at most 21 MB.
-    ``few``: for operands that no kernel but the tiled one takes from 17 tokens on.
+    ``least_tile``: tokens of the lowest; sums are kept for whole 64.
     """
-    least_tile, its_sums = 144, 192  # tokens
-    if m <= (16 if few else 96):
-        return 0
     tiles = batch * -(-m // least_tile) * -(-n // 256)
-    return 1024 + min(7 * tiles, 80) * 256 * (256 if m > least_tile else its_sums)
+    rows = 256 if m > least_tile else -(-least_tile // 64) * 64
+    return 1024 + min(7 * tiles, 80) * 256 * rows
 
 
 def split_scratch(x_batch: int, m: int, k: int, batch: int) -> int:

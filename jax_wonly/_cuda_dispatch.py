@@ -52,6 +52,7 @@ _WARPGROUPS, _SPLIT_WARPGROUPS, _CONV_WARPGROUPS = (
 )
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = _SM90["tiled"]["tokens"], _SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"], _SM90["conv"]))
+_LEAST_TILE = min(tokens for costs in (_TILED, _TABLE_TILED) for _, tokens, _ in costs.stages)
 _BAND_CONV = _cuda_costs.BandConv(**_SM90["band_conv"])
 _MMA = _cuda_costs.mma_of(_SM80["mma"])
 
@@ -159,7 +160,7 @@ def scratch(p: Product, x_batch: int) -> int:
     if p.split:  # for their pieces
         return _abi.split_scratch(x_batch, p.m, p.k, p.batch) if kernel(p) == "matmul_warpgroup" else 0
     if _tiled_kernel(p):
-        return _abi.matmul_scratch(p.batch, p.m, p.n, few=not _warpgroup_kernel(p))
+        return _abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE) if p.m >= _least_tiled_tokens(p) else 0
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         return _abi.mma_scratch(p.batch, p.m, p.n, _cuda_costs.MMA_CTAS * _gpu()[1])
     return 0
@@ -208,6 +209,13 @@ def _tiled_kernel(p: Product) -> bool:
     return has_warpgroups() and _in_tiles(p)
 
 
+def _least_tiled_tokens(p: Product) -> int:
+    """Below which ``matmul_tiled`` is never taken."""
+    if not _warpgroup_kernel(p):
+        return STREAM_TOKENS + 1
+    return _TILED_TOKENS if p.bits == 4 and not p.small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
+
+
 def _mma_kernel(p: Product) -> bool:
     return has_mma() and not p.table and _in_tiles(p)
 
@@ -231,24 +239,31 @@ def _decode_is_slower(p: Product) -> bool:
     return not faster and _resident(p) < math.inf
 
 
-def _resident(p: Product) -> float:
+def _resident_times(p: Product):
     costs = _SPLIT_RESIDENT if p.split else _RESIDENT
-    times = _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, _gpu()[1], costs)
-    return min((us for _, us in times), default=math.inf)
+    return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, _gpu()[1], costs)
+
+
+def _resident(p: Product) -> float:
+    return min((us for _, us in _resident_times(p)), default=math.inf)
 
 
 def _stream(p: Product) -> float:
     return _cuda_costs.stream_time(p.m, p.weight_bytes, p.scheme, _STREAM)
 
 
-def _tiled(p: Product) -> float:
+def _tiled_times(p: Product):
     costs = _TABLE_TILED if p.table else _TILED
-    return _least(_cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs))
+    return _cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs)
+
+
+def _tiled(p: Product) -> float:
+    return _least(_tiled_times(p))
 
 
 def _mma_times(p: Product):
     capability = _capability()
-    kib = 228 if capability[:1] in ((9,), (10,), (11,)) else 164 if capability in ((8, 0), (8, 7)) else 100
+    kib = 228 if 9 <= capability[0] <= 11 else 164 if capability in ((8, 0), (8, 7)) else 100
     return _cuda_costs.mma_times(p.m, p.k, p.n, p.batch, p.scheme, _gpu()[1], kib << 10, _MMA)
 
 
@@ -294,9 +309,7 @@ def kernel(p: Product) -> str:
     if resident and _resident(p) < other:
         return "matmul_resident"
     if not streamed:
-        least = _TILED_TOKENS if p.bits == 4 and not p.small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
-        enough = p.m >= (least if by_warpgroups else STREAM_TOKENS + 1)
-        if enough and _tiled_kernel(p) and _tiled(p) < other:
+        if p.m >= _least_tiled_tokens(p) and _tiled_kernel(p) and _tiled(p) < other:
             return "matmul_tiled"
         if by_warpgroups:
             return "matmul_warpgroup"
