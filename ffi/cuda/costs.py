@@ -18,6 +18,12 @@ def row(values) -> str:
     return "{" + ", ".join(map(number, values)) + "}"
 
 
+def constants(prefix: str, values: dict) -> str:
+    """Of sizes, ``kPrefixSomeName`` for each ``some_name``."""
+    names = {name: "".join(part.capitalize() for part in name.split("_")) for name in values}
+    return "".join(f"inline constexpr int64_t {prefix}{names[name]} = {value};\n" for name, value in values.items())
+
+
 def array(kind: str, name: str, rows: list) -> str:
     return f"inline constexpr {kind} {name}[] = {{{', '.join(map(row, rows))}}};\n"
 
@@ -53,10 +59,7 @@ def header() -> str:
             f"inline constexpr float kStreamFloat32 = {number(newer['stream']['float32'])};\n",
             f"inline constexpr float kStreamFewFloat32 = {number(newer['stream']['few_float32'])};\n",
             f"inline constexpr float kStreamSmallGroupsFloat32 = {number(newer['stream']['small_groups_float32'])};\n",
-            *(
-                f"inline constexpr int64_t kDecode{name.capitalize()} = {newer['decode'][name]};\n"
-                for name in ("weights", "inputs", "stages", "ratio", "pairs", "rivalled", "wide", "heavy", "entries")
-            ),
+            constants("kDecode", {name: value for name, value in newer["decode"].items() if name != "tokens"}),
             "// From so many tokens on where matmul_warpgroup is there too: four bits and groups of 128 inputs, or\n"
             "// others.\n"
             f"inline constexpr int64_t kTiledTokens = {newer['tiled']['tokens']};\n"
@@ -72,6 +75,9 @@ def header() -> str:
             of_warpgroups("kConvWarpgroup", newer["conv_warpgroup"]),
             f"inline constexpr bands::Costs kBandConv{row(newer['band_conv'].values())};\n",
             in_tiles("mma::Cost", "kMma", older["mma"]),
+            "// Of products with experts: rows and experts at which kernels take turns.\n",
+            constants("kRagged", newer["ragged"]),
+            constants("kTransposed", newer["transposed"]),
             "\n}  // namespace wonly::costs\n",
         ]
     )

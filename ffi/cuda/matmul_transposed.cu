@@ -1,6 +1,7 @@
 // Which kernel computes which transposed product, of one weight or of experts.
 #include <algorithm>
 
+#include "cuda/costs.h"
 #include "cuda/device.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/ragged.h"
@@ -9,9 +10,6 @@
 namespace wonly {
 namespace {
 
-// Up to here the streaming kernel is faster.
-constexpr int kStreamTokens = 16;
-constexpr int64_t kRaggedStreamRows = 16;  // of an expert, were they spread evenly
 // Of all multiprocessors, those that clusters of that many CTAs can use: a cluster lies in one part of the chip.
 constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 17 * 6 / 132.f};
 
@@ -118,7 +116,8 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80) return cudaErrorNotSupported;
-  if (device.architecture == 90 && args.m > kStreamTokens && transposed_warpgroup::supports(args)) {
+  // Up to so many the streaming kernel is faster.
+  if (device.architecture == 90 && args.m > costs::kTransposedStreamTokens && transposed_warpgroup::supports(args)) {
     const transposed_warpgroup::Config config = warpgroup_config(args, device);
     return args.x_dtype == DType::kF16 ? transposed_warpgroup::launch_f16(args, config, stream)
                                        : transposed_warpgroup::launch_bf16(args, config, stream);
@@ -147,7 +146,8 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   RaggedArgs rows = args;  // those of dy have as many numbers as there are outputs
   rows.product.k = args.product.n;
   ragged::Work work;
-  if (device.architecture == 90 && args.m > kRaggedStreamRows * args.experts &&
+  // Of an expert, were they spread evenly.
+  if (device.architecture == 90 && args.m > costs::kTransposedStreamRowsOfExpert * args.experts &&
       transposed_warpgroup::supports(args.product) && (!ids || ragged::can_order(rows))) {
     const int tokens = args.m <= 64 * args.experts ? 64 : args.m <= 128 * args.experts ? 128 : 256;
     if (cudaError_t error = ragged::plan(args, tokens, ids, shared, stream, &work); error != cudaSuccess) return error;

@@ -1,6 +1,8 @@
-// Which kernel runs which ragged product. The numbers are fits to what was measured on an H100.
+// Which kernel runs which ragged product. The numbers are those of jax_wonly/costs, which follow what was measured on
+// an H100; jax_wonly/_cuda_experts.py predicts the same.
 #include <algorithm>
 
+#include "cuda/costs.h"
 #include "cuda/device.h"
 #include "cuda/matmul_decode.h"
 #include "cuda/matmul_stream.h"
@@ -13,13 +15,6 @@
 
 namespace wonly {
 namespace {
-
-// Rows of an expert, were they spread evenly, from which on ragged_tiled is faster than matmul_stream.
-constexpr int64_t kTiledRows = 48;
-constexpr int64_t kDecodeInputs = 1024;
-// Rows, and those of an expert, were they spread evenly, up to which ragged_resident is faster than ragged_warpgroup
-// where there are few experts.
-constexpr int64_t kResidentRows = 32, kResidentRowsOfExpert = 4;
 
 cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   stream::Config config{};
@@ -58,8 +53,10 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
 // These return cudaErrorInvalidConfiguration where the kernel does not take `args`, or is not expected to be faster.
 
 cudaError_t launch_resident(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
-  // With more rows some experts have more than a tile, for which their weights are read again.
-  const int64_t most = std::max(std::min(kResidentRows, kResidentRowsOfExpert * args.experts), args.experts);
+  // With more rows some experts have more than a tile, for which their weights are read again. Of few experts it is
+  // faster than ragged_warpgroup up to so many.
+  const int64_t few = std::min(costs::kRaggedResidentRows, costs::kRaggedResidentRowsOfExpert * args.experts);
+  const int64_t most = std::max(few, args.experts);
   if (device.architecture != 90 || args.m > most || !ragged_resident::supports(args.product)) {
     return cudaErrorInvalidConfiguration;
   }
@@ -72,9 +69,10 @@ cudaError_t launch_decode(const RaggedArgs& args, const Device& device, cudaStre
   one.m = decode::tile_tokens(args.product);
   // It reads the weights again for every two rows, or one, of which few experts may have more; four warpgroups share
   // the inputs.
-  const int64_t most = args.product.k >= kDecodeInputs
-                           ? std::max(std::min<int64_t>(one.m * args.experts, 16), args.experts / 2)
-                           : args.experts / 16;
+  const int64_t most = args.product.k >= costs::kRaggedDecodeInputs
+                           ? std::max(std::min(one.m * args.experts, costs::kRaggedDecodeRows),
+                                      args.experts / costs::kRaggedDecodeExpertsOfRow)
+                           : args.experts / costs::kRaggedDecodeExpertsOfRowWithFewInputs;
   if (device.architecture != 90 || args.product.bits != 8 || args.m > std::min<int64_t>(most, device.multiprocessors) ||
       args.product.x_dtype == DType::kF32 || !decode::supports(one)) {
     return cudaErrorInvalidConfiguration;
@@ -104,8 +102,8 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   // Ids cost it two kernels more, which put the rows in order.
   const bool warpgroup = in_order && (!ids || args.m >= args.experts);
   const int rows = warpgroup ? ragged_warpgroup::tile_rows(args.product, args.m, args.experts) : 0;  // of a tile
-  const bool tiled =
-      in_order && rows == 0 && (table || args.m >= kTiledRows * args.experts) && ragged_tiled::supports(args.product);
+  const bool many = args.m >= costs::kRaggedTiledRows * args.experts;  // were rows spread evenly
+  const bool tiled = in_order && rows == 0 && (table || many) && ragged_tiled::supports(args.product);
   if (table && !tiled) return cudaErrorNotSupported;
   if (rows == 0 && !tiled) return launch_stream(args, device, stream);
   ragged::Work work;

@@ -1,3 +1,4 @@
+#include "cuda/costs.h"
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ragged_warpgroup.h"
 #include "layout.h"
@@ -38,13 +39,16 @@ int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
   // are none.
   const bool wasted = (ceil_div(args.n, 256) * 256 - args.n) * 16 >= args.n;
   const bool more = args.bits == 4 && (plain || floats) && (small_groups || wasted);
-  const int64_t most = !high ? kLowRows : more ? kMoreRows : kHighRows;
-  if (rows > most * experts || (low || args.bits == 8 ? 2 * rows < experts : rows < 8 * experts)) return 0;
+  const int64_t most = !high ? kLowRows : more ? costs::kRaggedWarpgroupMoreRows : kHighRows;
+  const bool few = low || args.bits == 8 ? costs::kRaggedWarpgroupExpertsOfRow * rows < experts
+                                         : rows < costs::kRaggedWarpgroupLeastRows * experts;
+  if (rows > most * experts || few) return 0;
   // Where both heights have a kernel the tiles of a routing by chance are mostly low up to 56 rows of an expert. With
   // small groups high ones have fewer instructions, and with offsets of large groups.
-  const int64_t low_rows = floats && args.shift_mode == ShiftMode::kOffsets && !small_groups ? 8
-                           : plain && small_groups                                           ? 40
-                                                                                             : 56;
+  const bool large_offsets = floats && args.shift_mode == ShiftMode::kOffsets && !small_groups;
+  const int64_t low_rows = large_offsets           ? costs::kRaggedWarpgroupLowRowsOfOffsets
+                           : plain && small_groups ? costs::kRaggedWarpgroupLowRowsOfSmallGroups
+                                                   : costs::kRaggedWarpgroupLowRows;
   return low && (!high || rows <= low_rows * experts) ? kLowRows : kHighRows;
 }
 

@@ -7,7 +7,6 @@
 namespace wonly::ragged_warpgroup {
 
 constexpr int kLowRows = 64, kHighRows = 128;  // of a tile
-constexpr int kMoreRows = 384;                 // of an expert, where ragged_tiled has more to do than usual
 
 bool supports(const MatmulArgs& args);
 
