@@ -603,6 +603,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #endif
 }
 
+// Of the kernel's own shared memory, which the other is behind: `not_finite`, as far as that is aligned.
+constexpr int kStaticBytes = 128;
+
 template <typename S, typename Tokens>
 cudaError_t launch_shape(Params params, Tokens source, const Config& config, int shared_bytes, cudaStream_t stream) {
   const int64_t stages = ceil_div(params.args.k, kStageK);
@@ -626,7 +629,7 @@ cudaError_t launch_shape(Params params, Tokens source, const Config& config, int
     params.atoms_each = static_cast<int>(atoms);
     shape.grid = dim3(static_cast<unsigned>(config.parts));
   }
-  if (params.total_at + more > shared_bytes) return cudaErrorInvalidConfiguration;
+  if (params.total_at + more + kStaticBytes > shared_bytes) return cudaErrorInvalidConfiguration;
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
   shape.shared_bytes = params.total_at + static_cast<int>(more);
