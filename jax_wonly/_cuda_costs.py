@@ -126,6 +126,36 @@ class Decode(NamedTuple):
     entries: int
 
 
+class Ragged(NamedTuple):
+    """Products with experts: where kernels take turns, by rows of all experts, or of one were they spread evenly."""
+
+    # ragged_resident: up to one row for each expert, or so many in all, if those are no more for each.
+    resident_rows: int
+    resident_rows_of_expert: int
+    # matmul_decode: up to so many rows in all, or one for so many experts, from so many inputs on; one for more experts
+    # with fewer.
+    decode_rows: int
+    decode_inputs: int
+    decode_experts_of_row: int
+    decode_experts_of_row_with_few_inputs: int
+    # ragged_warpgroup: from one row for so many experts on, or, where it has high tiles of four bits alone, so many
+    # rows of each; up to so many in low tiles, and in all where that is more than a high tile.
+    warpgroup_experts_of_row: int
+    warpgroup_least_rows: int
+    warpgroup_low_rows: int
+    warpgroup_low_rows_of_small_groups: int
+    warpgroup_low_rows_of_offsets: int
+    warpgroup_more_rows: int
+    tiled_rows: int  # from which on ragged_tiled is faster than matmul_stream
+
+
+class Transposed(NamedTuple):
+    """Products with transposed weights: tokens, and rows of an expert, up to which the streaming kernel is faster."""
+
+    stream_tokens: int
+    stream_rows_of_expert: int
+
+
 class Resident(NamedTuple):
     """``matmul_resident``: ``resident::Costs`` in ``ffi/cuda/matmul_resident.h``."""
 
@@ -193,7 +223,7 @@ BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
 MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream
-_SHARED_BYTES = 227 << 10  # of a CTA on an H100
+SHARED_BYTES = 227 << 10  # of a CTA on an H100
 
 
 def warpgroup_times(
@@ -335,7 +365,7 @@ def resident_times(
             continue
         part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
         passes = _ceil(part_atoms, 4)
-        if _resident_bytes(m, stages, passes, cluster.ctas, scheme) > _SHARED_BYTES:
+        if _resident_bytes(m, stages, passes, cluster.ctas, scheme) > SHARED_BYTES:
             continue
         us = costs.start + costs.adding * scheme.floats + cluster.start
         us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each

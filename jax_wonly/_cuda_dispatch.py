@@ -32,10 +32,9 @@ TABLE_TOKENS = 64  # up to here several passes over weights with a table take le
 
 _BAND_FIXED, _BAND_SHARED = 18 << 10, 227 << 10  # bytes of shared memory of band_conv, and what there is
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
-# Rows up to which the streaming kernel of the transposed product is expected to be at least as fast as the kernel for
-# many, and as dequantized weights.
-_TRANSPOSED_TOKENS = 16
-_TRANSPOSED_TOKENS_OTHERS = 64
+# Rows up to which the streaming kernel of the transposed product is expected to be at least as fast as dequantized
+# weights.
+_TRANSPOSED_TOKENS = 64
 _TRANSPOSED_TOKENS_FLOAT32 = 256
 # Tokens of a tile of quantized activations, and microseconds of 128 inputs, with one scale for a row or with blocks.
 _QUANTIZED_TOKENS = 256
@@ -43,17 +42,18 @@ _QUANTIZED_ROWS = 0.66
 _QUANTIZED_BLOCKS = 1.1
 
 
-_SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
-_DECODE = _cuda_costs.Decode(**_SM90["decode"])
-_STREAM = _cuda_costs.Stream(**_SM90["stream"])
-_RESIDENT, _SPLIT_RESIDENT = (_cuda_costs.resident_of(_SM90, name) for name in ("resident", "split_resident"))
+SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
+_DECODE = _cuda_costs.Decode(**SM90["decode"])
+_STREAM = _cuda_costs.Stream(**SM90["stream"])
+_RESIDENT, _SPLIT_RESIDENT = (_cuda_costs.resident_of(SM90, name) for name in ("resident", "split_resident"))
 _WARPGROUPS, _SPLIT_WARPGROUPS, _CONV_WARPGROUPS = (
-    _cuda_costs.warpgroups_of(_SM90[name]) for name in ("warpgroup", "split_warpgroup", "conv_warpgroup")
+    _cuda_costs.warpgroups_of(SM90[name]) for name in ("warpgroup", "split_warpgroup", "conv_warpgroup")
 )
-_TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = _SM90["tiled"]["tokens"], _SM90["tiled"]["tokens_of_small_groups"]
-_TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (_SM90["tiled"]["costs"], _SM90["table"], _SM90["conv"]))
+_TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = SM90["tiled"]["tokens"], SM90["tiled"]["tokens_of_small_groups"]
+_TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (SM90["tiled"]["costs"], SM90["table"], SM90["conv"]))
 _LEAST_TILE = min(tokens for costs in (_TILED, _TABLE_TILED) for _, tokens, _ in costs.stages)
-_BAND_CONV = _cuda_costs.BandConv(**_SM90["band_conv"])
+TRANSPOSED = _cuda_costs.Transposed(**SM90["transposed"])
+_BAND_CONV = _cuda_costs.BandConv(**SM90["band_conv"])
 _MMA = _cuda_costs.mma_of(_SM80["mma"])
 
 
@@ -82,6 +82,30 @@ def _gpu() -> tuple[str, int]:
 
 def _capability() -> tuple[int, ...]:
     return tuple(map(int, _gpu()[0].split(".")))
+
+
+def multiprocessors() -> int:
+    return _gpu()[1]
+
+
+def has_bf16() -> bool:
+    """Whether the tensor cores of the GPU here take bfloat16, as kernels but those of few float16 tokens want them."""
+    return _capability() >= (8, 0)
+
+
+def has_kernels(x_dtype, *, forced: bool = False) -> bool:
+    """Whether there are products of such activations on the GPU here: before sm_80 of float16 alone.
+
+    Raises:
+      ValueError: there are none, and they are asked for.
+    """
+    there = has_bf16() or jnp.dtype(x_dtype) == jnp.float16
+    if forced and not there:
+        raise ValueError(
+            f"jax_wonly: implementation='cuda' has no fused kernel for {jnp.dtype(x_dtype)} x on GPUs before sm_80; "
+            "accepted: None (which dequantizes weights), or float16 x."
+        )
+    return there
 
 
 def has_warpgroups() -> bool:
@@ -166,7 +190,7 @@ def scratch(p: Product, x_batch: int) -> int:
     return 0
 
 
-def _decode_kernel(p: Product) -> bool:
+def decode_kernel(p: Product) -> bool:
     """As ``decode::supports`` in ``ffi/cuda/matmul_decode.cu``, which has the last word."""
     if not has_warpgroups() or p.table or p.m > _DECODE.tokens:
         return False
@@ -189,7 +213,7 @@ def _resident_kernel(p: Product) -> bool:
     return p.scale_dtype == p.x_dtype and (not p.floats or p.shift_dtype == p.x_dtype)
 
 
-def _warpgroup_kernel(p: Product) -> bool:
+def warpgroup_kernel(p: Product) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     rows = [p.scale_dtype] + ([] if p.shift_mode == ShiftMode.NONE else [p.shift_dtype])
     aligned = p.k % 8 == 0 and (p.groups <= 1 or all(p.n * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in rows))
@@ -211,7 +235,7 @@ def _tiled_kernel(p: Product) -> bool:
 
 def _least_tiled_tokens(p: Product) -> int:
     """Below which ``matmul_tiled`` is never taken."""
-    if not _warpgroup_kernel(p):
+    if not warpgroup_kernel(p):
         return STREAM_TOKENS + 1
     return _TILED_TOKENS if p.bits == 4 and not p.small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
 
@@ -283,7 +307,7 @@ def kernel(p: Product) -> str:
     share, wanted = _gpu()[1] // p.batch, _gpu()[1] * 9 // 10  # multiprocessors for each of the batch
     resident = _resident_kernel(p)
     if (
-        _decode_kernel(p)
+        decode_kernel(p)
         and p.weight_bytes >= _DECODE.weights
         and p.k >= _DECODE.inputs
         and -(-p.k // 128) * (p.m if p.groups > 1 and p.group_size == 32 else 1) <= _DECODE.stages
@@ -296,7 +320,7 @@ def kernel(p: Product) -> str:
     if resident and p.split and _resident(p) < math.inf:
         return "matmul_resident"
     wide = p.bits == 8 and p.batch * -(-p.n // TILE_N) > _gpu()[1]
-    by_warpgroups = _warpgroup_kernel(p)
+    by_warpgroups = warpgroup_kernel(p)
     always = by_warpgroups and (p.small_groups or p.plain or p.split or (p.floats and resident))
     streamed = p.m <= _STREAM.tokens and not wide and not always
     other = math.inf
@@ -333,7 +357,7 @@ def estimate(p: Product) -> tuple[float, float]:
     dense_bytes = p.weight_bytes + p.outputs * p.k * jnp.dtype(p.x_dtype).itemsize
     rate = _DENSE_FLOAT32 if p.split else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
     dense = dense_bytes / _MEMORY + p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
-    by_warpgroups = _warpgroup_kernel(p)
+    by_warpgroups = warpgroup_kernel(p)
     fused = _warpgroup(p) if by_warpgroups else math.inf
     if not by_warpgroups or (p.split and p.m <= STREAM_TOKENS):
         fused = min(fused, _stream(p))
@@ -350,11 +374,6 @@ def use_kernel(p: Product) -> bool:
         return True
     fused, dense = estimate(p)
     return fused <= dense
-
-
-def ragged_table_kernel(k: int, x_dtype, scale_dtype) -> bool:
-    """Whether there is a kernel for experts with a table: ``launch_ragged_matmul`` in ``ffi/cuda/ragged_matmul.cu``."""
-    return _tiled_kernel(Product(1, k, 1, 1, 4, x_dtype, scale_dtype, ShiftMode.TABLE))
 
 
 def conv_kernel(x_dtype, k: int, sizes, results, window) -> bool:
@@ -504,7 +523,7 @@ def conv_dense(pixels: int, k: int, n: int, taps: int, bits: int) -> float:
 
 def transposed_kernel(m, n: int, x_dtype) -> str:
     """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``m`` rows."""
-    many = not isinstance(m, int) or m > _TRANSPOSED_TOKENS
+    many = not isinstance(m, int) or m > TRANSPOSED.stream_tokens
     if many and n % 8 == 0 and has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2:
         return "matmul_transposed_warpgroup"
     return "matmul_transposed_stream"
@@ -512,24 +531,16 @@ def transposed_kernel(m, n: int, x_dtype) -> str:
 
 def use_transposed_kernel(m, n: int, x_dtype, *, forced: bool = False) -> bool:
     """Whether ``[batch, m, n]`` times transposed weights takes a fused kernel; ``forced``: wherever there is one."""
-    if _capability() < (8, 0):
+    if not has_bf16():
         return False
     if forced or not isinstance(m, int) or transposed_kernel(m, n, x_dtype).endswith("warpgroup"):
         return True
-    return m <= _most_streamed(x_dtype)
+    return m <= most_streamed(x_dtype)
 
 
-def use_ragged_transposed_kernel(m, experts: int, n: int, x_dtype, *, forced: bool = False) -> bool:
-    """Whether the rows of ``[m, n]`` times their experts' transposed weights take a fused kernel, as above."""
-    if _capability() < (8, 0):
-        return False
-    warpgroups = n % 8 == 0 and has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2
-    return forced or warpgroups or not isinstance(m, int) or m <= experts * _most_streamed(x_dtype)
-
-
-def _most_streamed(x_dtype) -> int:
+def most_streamed(x_dtype) -> int:
     """Rows of a weight up to which several passes over it take less than dequantizing it."""
-    return _TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS_OTHERS
+    return _TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS
 
 
 def use_quantized_kernel(p: Product, *, blocks: bool, forced: bool = False) -> bool:

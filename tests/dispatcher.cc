@@ -5,12 +5,18 @@
 //
 // Every line of the input is an operation and numbers: "matmul" or "transposed" with m, k, n, batch, bits, groups, the
 // types of x, scales and shift, the shift's mode (abi.h), and bytes of scratch; "conv" and "direct" with the same and
-// images, groups of features and, of depth, height and width, what ConvAxis has. A line of the output is the kernel and
-// its configuration, or "none".
+// images, groups of features and, of depth, height and width, what ConvAxis has; "ragged" and "ragged_transposed" with
+// the same, where the batch is the experts, and the mode of the rows. A line of the output is the kernel and its
+// configuration, or "none". Of ragged products what launches the kernels is here too, so that it is all kernels one
+// after the other, each with its CTAs along x and y, threads, CTAs of a cluster, and bytes of shared memory.
 #include <cuda_runtime_api.h>
+#include <cxxabi.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstdlib>
 #include <iostream>
+#include <map>
 #include <string>
 
 #include "cuda/conv.h"
@@ -23,10 +29,36 @@
 #include "cuda/matmul_tiled.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/matmul_warpgroup.h"
+#include "cuda/ragged.h"
+#include "cuda/ragged_resident.h"
+#include "cuda/ragged_tiled.h"
+#include "cuda/ragged_warpgroup.h"
+#include "cuda/tensor_map.h"
 
 namespace {
 
 int architecture, multiprocessors, bytes_of_cta, bytes_of_multiprocessor;
+bool says_launches = false;       // of kernels that are here
+wonly::RaggedArgs ragged_args{};  // the product whose kernels are launched
+
+// Names of the kernels that are here, by what the host calls them.
+std::map<const void*, std::string>& kernels() {
+  static std::map<const void*, std::string> names;
+  return names;
+}
+
+// The last name of `wonly::ragged::plan_kernel<8>(...)`, without arguments.
+std::string short_name(const char* mangled) {
+  int status = 0;
+  char* const found = abi::__cxa_demangle(mangled, nullptr, nullptr, &status);
+  std::string name = status == 0 ? found : mangled;
+  std::free(found);
+  for (const char* of_none : {"(anonymous namespace)", "void "}) {
+    if (const size_t at = name.find(of_none); at != std::string::npos) name.erase(at, std::string(of_none).size());
+  }
+  name.erase(std::min(name.find_first_of("<("), name.size()));
+  return name.substr(name.rfind(':') + 1);
+}
 
 template <typename... Numbers>
 cudaError_t say(const char* kernel, Numbers... numbers) {
@@ -68,8 +100,28 @@ extern "C" cudaError_t __wrap_cudaDeviceGetAttribute(int* value, cudaDeviceAttr 
   }
   return cudaSuccess;
 }
-// Of the kernel that adds up what matmul_mma leaves.
-extern "C" cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*, void**) {
+extern "C" void __real___cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*,
+                                              int*);
+extern "C" void __wrap___cudaRegisterFunction(void** binary, const char* host, char* device, const char* name,
+                                              int threads, void* a, void* b, void* c, void* d, int* size) {
+  kernels()[host] = short_name(name);
+  __real___cudaRegisterFunction(binary, host, device, name, threads, a, b, c, d, size);
+}
+extern "C" cudaError_t __wrap_cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return cudaSuccess;
+}
+extern "C" cudaError_t __wrap_cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+// Also of the kernel that adds up what matmul_mma leaves, of which nothing is said.
+extern "C" cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
+  if (!says_launches) return cudaSuccess;
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id != cudaLaunchAttributeClusterDimension) continue;
+    cluster = config->attrs[i].val.clusterDim.x * config->attrs[i].val.clusterDim.y;
+  }
+  std::cout << kernels().at(kernel) << ' ' << config->gridDim.x << ' ' << config->gridDim.y << ' ' << config->blockDim.x
+            << ' ' << cluster << ' ' << config->dynamicSmemBytes << ' ';
   return cudaSuccess;
 }
 
@@ -135,6 +187,56 @@ cudaError_t launch_bf16(const DirectConvArgs&, const Config&, int, cudaStream_t)
 cudaError_t launch_f32(const DirectConvArgs&, const Config&, int, cudaStream_t) { return say("depthwise"); }
 }  // namespace depthwise
 
+// Those of the other 16-bit type would do the same.
+namespace stream {
+cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                              cudaStream_t stream) {
+  return launch_ragged_bf16(args, work, config, stream);
+}
+}  // namespace stream
+namespace ragged_resident {
+cudaError_t launch_f16(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream) {
+  return launch_bf16(args, multiprocessors, shared_bytes, stream);
+}
+}  // namespace ragged_resident
+namespace ragged_warpgroup {
+cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
+  return launch_bf16(args, work, multiprocessors, stream);
+}
+}  // namespace ragged_warpgroup
+namespace ragged_tiled {
+cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
+  return launch_bf16(args, work, multiprocessors, stream);
+}
+}  // namespace ragged_tiled
+namespace transposed_stream {
+cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                              cudaStream_t stream) {
+  return launch_ragged_bf16(args, work, config, stream);
+}
+}  // namespace transposed_stream
+namespace transposed_warpgroup {
+cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
+                              cudaStream_t stream) {
+  return launch_ragged_bf16(args, work, multiprocessors, stream);
+}
+}  // namespace transposed_warpgroup
+
+// What the tensor copy engine takes: rows that are whole pieces of 16 bytes, in boxes of up to 256 of each; rows of
+// activations that were put in order have their place in scratch.
+cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap*) {
+  const char* const x = static_cast<const char*>(args.x);
+  const char* const scratch = reinterpret_cast<const char*>(ragged_args.scratch);
+  const bool inside = x == ragged_args.product.x || (x >= scratch && x + args.m * args.k * element_size(args.x_dtype) <=
+                                                                         scratch + 4 * ragged_args.scratch_words);
+  return args.k % 8 == 0 && tokens <= 256 && reinterpret_cast<uintptr_t>(x) % 16 == 0 && inside ? cudaSuccess
+                                                                                                : cudaErrorInvalidValue;
+}
+cudaError_t describe_rows(const void*, int size, int64_t columns, int64_t, int64_t, int box_columns, int box_rows,
+                          CUtensorMap*) {
+  return columns * size % 16 == 0 && box_columns <= 256 && box_rows <= 256 ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace wonly
 
 int main(int argc, char** argv) {
@@ -157,6 +259,20 @@ int main(int argc, char** argv) {
     cudaError_t error = cudaErrorInvalidValue;
     if (operation == "matmul") error = launch_matmul(args, nullptr);
     if (operation == "transposed") error = launch_matmul_transposed(args, nullptr);
+    if (operation == "ragged" || operation == "ragged_transposed") {
+      int row_mode;
+      std::cin >> row_mode;
+      ragged_args = {args, nullptr, static_cast<RowMode>(row_mode), args.batch, args.m, 1, nullptr, 0};
+      ragged_args.product.m = ragged_args.product.batch = ragged_args.product.x_batch_stride = 0;
+      ragged_args.product.scratch_bytes = 0;
+      ragged_args.scratch = reinterpret_cast<int32_t*>(uintptr_t{1} << 40);
+      ragged_args.scratch_words = args.scratch_bytes / 4;
+      says_launches = true;
+      error = operation == "ragged" ? launch_ragged_matmul(ragged_args, nullptr)
+                                    : launch_ragged_matmul_transposed(ragged_args, nullptr);
+      says_launches = false;
+      if (error == cudaSuccess) std::cout << '\n';
+    }
     if (operation == "conv" || operation == "direct") {
       DirectConvGeometry g{};
       std::cin >> g.images >> g.groups;

@@ -7,7 +7,7 @@ import pytest
 from conv_cases import BANDS, WARPGROUPS
 from matmul_cases import ROWS, SHAPES
 
-from jax_wonly import _cuda_dispatch
+from jax_wonly import _cuda_dispatch, _cuda_experts
 from jax_wonly._abi import ShiftMode
 from jax_wonly._cuda_dispatch import Product
 from jax_wonly.primitives.conv import Window
@@ -180,7 +180,7 @@ def test_tables(warpgroups):
         *((jnp.float16, jnp.bfloat16, 64, False), (jnp.float32, jnp.float32, 64, False)),
         (jnp.bfloat16, jnp.bfloat16, 68, False),
     ]:
-        assert _cuda_dispatch.ragged_table_kernel(k, x, scales) == (there and warpgroups)
+        assert _cuda_experts.table_kernel(k, x, scales) == (there and warpgroups)
 
 
 @pytest.mark.parametrize("x", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -191,13 +191,13 @@ def test_transposed(monkeypatch, warpgroups, x):
     assert _cuda_dispatch.use_transposed_kernel(8192, 8192, x) == (warpgroups and not wide)
     assert not _cuda_dispatch.use_transposed_kernel(8192, 8193, x)
     assert _cuda_dispatch.use_transposed_kernel(8192, 8193, x, forced=True)
-    assert _cuda_dispatch.use_ragged_transposed_kernel(8 * 64, 8, 8193, x)
-    assert _cuda_dispatch.use_ragged_transposed_kernel(8 * 8192, 8, 8192, x) == (warpgroups and not wide)
-    assert not _cuda_dispatch.use_ragged_transposed_kernel(8 * 8192, 8, 8193, x)
-    assert _cuda_dispatch.use_ragged_transposed_kernel(8 * 8192, 8, 8193, x, forced=True)
+    assert _cuda_experts.use_transposed_kernel(8 * 64, 8, 8193, x)
+    assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8192, x) == (warpgroups and not wide)
+    assert not _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x)
+    assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x, forced=True)
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
     assert not _cuda_dispatch.use_transposed_kernel(1, 8192, x, forced=True)
-    assert not _cuda_dispatch.use_ragged_transposed_kernel(8, 8, 8192, x, forced=True)
+    assert not _cuda_experts.use_transposed_kernel(8, 8, 8192, x, forced=True)
 
 
 def test_float32(monkeypatch, warpgroups):

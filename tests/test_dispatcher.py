@@ -1,4 +1,7 @@
-"""What ``_cuda_dispatch`` says of kernels, against the C++ that launches them: linked without kernels, on no GPU."""
+"""What ``_cuda_dispatch`` and ``_cuda_experts`` say of kernels, against the C++ that launches them, on no GPU.
+
+Linked without kernels; what launches those of ragged products is there, too, which may say that one does not fit.
+"""
 
 import math
 import shutil
@@ -9,20 +12,25 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jax_wonly import _abi, _cuda_dispatch
-from jax_wonly._abi import ShiftMode
+from jax_wonly import _abi, _cuda_dispatch, _cuda_experts
+from jax_wonly._abi import RowMode, ShiftMode
 from jax_wonly._cuda_dispatch import Product
 from jax_wonly.primitives.conv import Window
 
 ROOT = Path(__file__).parent.parent
 FFI = ROOT / "ffi"
 SOURCES = [f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled", "transposed", "warpgroup")]
-SOURCES += ["matmul", "conv", "direct_conv"]
+SOURCES += ["matmul", "conv", "direct_conv", "ragged_matmul", "ragged_resident", "ragged_tiled", "ragged_warpgroup"]
+# With kernels, of an architecture that most of them are empty for.
+KERNELS = ["matmul_mma", "ragged_plan", "ragged_decode_int8", "ragged_stream_f32", "ragged_transposed_stream_f32"]
+KERNELS += [f"ragged_{name}_bf16" for name in ("resident", "stream", "tiled", "warpgroup")]
+KERNELS += [f"ragged_transposed_{name}_bf16" for name in ("stream", "warpgroup")]
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
 H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor
 A100 = (80, 108, 166912, 167936)
 L40S = (89, 142, 101376, 102400)
 T4 = (75, 40, 65536, 65536)
+PART_OF_H100 = (90, 16, *H100[2:])
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,15 +49,17 @@ def dispatcher(tmp_path_factory):
     objects = [folder / f"{source.stem}.o" for source in host]
     for source, to in zip(host, objects, strict=True):
         subprocess.run([*nvcc, "-x", "c++", "-c", source, "-o", to], check=True)
-    # This one has a kernel.
     quick = ["--expt-relaxed-constexpr", "-arch=sm_80", "-Xcicc", "-O0", "-Xptxas", "-O0"]
-    subprocess.run([*nvcc, *quick, "-c", FFI / "cuda" / "matmul_mma.cu", "-o", folder / "mma.o"], check=True)
+    for name in KERNELS:
+        objects.append(folder / f"{name}.o")
+        subprocess.run([*nvcc, *quick, "-c", FFI / "cuda" / f"{name}.cu", "-o", objects[-1]], check=True)
     # Without the functions that are not called, as the kernels are not there that those launch.
-    wrapped = ("cudaGetDevice", "cudaDeviceGetAttribute", "cudaLaunchKernelExC")
+    wrapped = ["cudaGetDevice", "cudaDeviceGetAttribute", "cudaFuncGetAttributes", "cudaFuncSetAttribute"]
+    wrapped += ["cudaLaunchKernelExC", "__cudaRegisterFunction"]
     options = ["--gc-sections", *(f"--wrap={name}" for name in wrapped)]
     linked = [flag for option in options for flag in ("-Xlinker", option)]
     program = folder / "dispatcher"
-    subprocess.run(["nvcc", *linked, *objects, folder / "mma.o", "-o", program], check=True)
+    subprocess.run(["nvcc", *linked, *objects, "-o", program], check=True)
 
     def run(gpu, lines) -> list[tuple]:
         text = "\n".join(" ".join(map(str, line)) for line in lines)
@@ -141,6 +151,129 @@ def test_transposed(rng, monkeypatch, dispatcher):
         lines = [line("transposed", product) for product in cases]
         for product, (name, *_) in zip(cases, dispatcher(gpu, lines), strict=True):
             assert _cuda_dispatch.transposed_kernel(product.m, product.n, product.x_dtype) == name, product
+
+
+def test_products_before_tensor_cores_of_bf16(rng, monkeypatch, dispatcher):
+    """Where there is no kernel for the type of the activations, none is asked for."""
+    on(monkeypatch, T4)
+    cases = [p for p in products(rng, 500) if not (p.table and p.split)]
+    for product, (name, *_) in zip(cases, dispatcher(T4, [line("matmul", p) for p in cases]), strict=True):
+        there = _cuda_dispatch.has_kernels(product.x_dtype)
+        assert name == (_cuda_dispatch.kernel(product) if there else "none"), product
+
+
+RAGGED = {  # what the functions on the GPU are called
+    "ragged_resident_matmul": "ragged_resident",
+    "decode_matmul": "matmul_decode",
+    "stream_matmul": "matmul_stream",
+    "tiled_matmul": "ragged_tiled",
+    "ragged_warpgroup_matmul": "ragged_warpgroup",
+    "transposed_stream_matmul": "matmul_transposed_stream",
+    "transposed_warpgroup_matmul": "matmul_transposed_warpgroup",
+}
+
+
+def ragged_products(rng, count: int) -> list[tuple[Product, RowMode]]:
+    """Whose batch are experts: rows about where kernels meet, and sizes about what they take."""
+    found = []
+    shares = [1 / 16, 1 / 2, 1, 2, 4, 8, 16, 40, 48, 56, 64, 128, 384]
+    inputs = [64, 1000, 1016, 1024, 4096, 4100, 23296, 60000, 116000]
+    outputs = [17, 264, 1536, 7001, 28672, 131080, 300000]
+    for p in products(rng, count):
+        experts = int(rng.choice([1, 2, 4, 8, 14, 58, 60, 128, 136, 255, 512, 513, 2000]))
+        m = p.m if rng.random() < 0.4 else max(1, int(experts * rng.choice(shares)) + int(rng.integers(-1, 2)))
+        k = int(rng.choice(inputs)) if rng.random() < 0.3 else p.k
+        n = int(rng.choice(outputs)) if rng.random() < 0.3 else p.n
+        size = p.group_size if p.groups > 1 and p.k != k else k
+        groups = p.groups if k == p.k else -(-k // size)
+        product = p._replace(m=m, k=k if k == p.k else groups * size, n=n, batch=experts, groups=groups)
+        found.append((product, RowMode(int(rng.integers(2)))))
+    return found
+
+
+def launches(said: tuple) -> list[tuple]:
+    """Kernels with CTAs along x and y, threads, CTAs of a cluster, and bytes of shared memory."""
+    return [said[i : i + 6] for i in range(0, len(said), 6)]
+
+
+def assert_launchable(gpu, kernels: list[tuple], case) -> None:
+    for name, x, y, threads, cluster, shared in kernels:
+        room = gpu[2] - (_cuda_experts._STATIC if name == "decode_matmul" else 0)
+        assert shared <= room and threads <= 1024 and cluster <= (8 if gpu[0] >= 90 else 1), (case, kernels)
+        assert 0 < x < 2**31 and 0 < y < 2**16 and x * y % cluster == 0, (case, kernels)
+
+
+def scratch_of(product: Product, mode: RowMode, row: int) -> int:
+    """Bytes, for rows of so many numbers."""
+    ordered = -(-row // 2) if mode == RowMode.IDS and not product.split else 0
+    return 4 * _abi.ragged_scratch(product.m, product.batch, ordered=ordered)
+
+
+GPUS = pytest.mark.parametrize(
+    "gpu", [H100, PART_OF_H100, A100, L40S, T4], ids=["sm_90", "part of sm_90", "sm_80", "sm_89", "sm_75"]
+)
+
+
+@GPUS
+def test_ragged_products(rng, monkeypatch, dispatcher, gpu):
+    """The kernel, that it can be launched, and the rows of a tile where it is one that has two kinds."""
+    on(monkeypatch, gpu)
+    cases = ragged_products(rng, 5000)
+    lines = [(*line("ragged", p, scratch_of(p, mode, p.k)), int(mode)) for p, mode in cases]
+    seen = set()
+    for (product, mode), said in zip(cases, dispatcher(gpu, lines), strict=True):
+        there = _cuda_dispatch.has_kernels(product.x_dtype)
+        if product.table:
+            there = _cuda_experts.table_kernel(product.k, product.x_dtype, product.scale_dtype)
+        if not there:
+            assert said == ("none",), (product, mode, said)
+            continue
+        kernels, ids = launches(said), mode == RowMode.IDS
+        assert_launchable(gpu, kernels, (product, mode))
+        name, _, _, threads, *_ = kernels[-1]
+        assert RAGGED[name] == _cuda_experts.kernel(product, ids=ids), (product, mode, kernels)
+        seen.add(RAGGED[name])
+        if name == "ragged_warpgroup_matmul":  # four warpgroups of low tiles, two of high ones, and one that copies
+            assert {640: 64, 384: 128}[threads] == _cuda_experts.tile_rows(product, ids=ids), (product, mode, kernels)
+        ordered = ids and name in ("tiled_matmul", "ragged_warpgroup_matmul")
+        assert ("order_rows" in said) == ordered, (product, mode, kernels)
+    kernels = {"ragged_resident", "ragged_warpgroup", "ragged_tiled", "matmul_decode"}
+    assert seen == (kernels if gpu[0] == 90 else set()) | {"matmul_stream"}
+
+
+@GPUS
+def test_transposed_ragged_products(rng, monkeypatch, dispatcher, gpu):
+    on(monkeypatch, gpu)
+    cases = [(p, mode) for p, mode in ragged_products(rng, 2000) if not p.table]
+    lines = [(*line("ragged_transposed", p, scratch_of(p, mode, p.n)), int(mode)) for p, mode in cases]
+    seen = set()
+    for (product, mode), said in zip(cases, dispatcher(gpu, lines), strict=True):
+        of = (product.m, product.batch, product.n, product.x_dtype)
+        if said == ("none",):
+            assert not _cuda_experts.use_transposed_kernel(*of, forced=True), product
+            continue
+        kernels = launches(said)
+        assert_launchable(gpu, kernels, (product, mode))
+        assert RAGGED[kernels[-1][0]] == _cuda_experts.transposed_kernel(product), (product, mode, kernels)
+        assert _cuda_experts.use_transposed_kernel(*of, forced=True)
+        seen.add(_cuda_experts.transposed_kernel(product))
+    streams, warpgroups = {"matmul_transposed_stream"}, {"matmul_transposed_warpgroup"}
+    assert seen == {H100: streams | warpgroups, PART_OF_H100: streams | warpgroups, T4: set()}.get(gpu, streams)
+
+
+def test_decode_of_experts_fits(monkeypatch, dispatcher):
+    """Inputs and experts with which all of the shared memory would be asked for, beside what is static."""
+    on(monkeypatch, H100)
+    x = jnp.dtype("bfloat16")
+    for stages, experts, groups in ((182, 50, 1), (181, 128, 1), (180, 206, 1), (177, 86, 2), (176, 166, 2)):
+        for more in (0, 1, 8, 9):
+            k = 128 * stages
+            product = Product(16, k, 1024, experts + more, 8, x, x, groups=k // 64 if groups == 2 else 1)
+            case = (*line("ragged", product, scratch_of(product, RowMode.SIZES, k)), int(RowMode.SIZES))
+            (said,) = dispatcher(H100, [case])
+            assert_launchable(H100, launches(said), product)
+            assert RAGGED[said[-6]] == _cuda_experts.kernel(product, ids=False)
+            assert (said[-6] == "decode_matmul") == (more == 0)
 
 
 def windows(rng, count: int, *, transposed: bool) -> list[tuple[int, tuple[int, ...], Window]]:

@@ -191,15 +191,17 @@ def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
     if p.implementation == "dequantize" or (platform != "cpu" and p.table and p.transpose):
         return False
-    if platform == "cpu" or not (p.table or p.transpose):
+    if platform == "cpu":
         return True
-    from jax_wonly import _cuda_dispatch
+    from jax_wonly import _cuda_dispatch, _cuda_experts
 
     if p.table:
-        return _cuda_dispatch.ragged_table_kernel(p.k, x.dtype, scales.dtype)
-    m, _ = _result_shape(x, scales, rows, p)
+        return _cuda_experts.table_kernel(p.k, x.dtype, scales.dtype)
     forced = p.implementation == "cuda"
-    return _cuda_dispatch.use_ragged_transposed_kernel(m, qw.shape[0], x.shape[1], x.dtype, forced=forced)
+    if not p.transpose:
+        return _cuda_dispatch.has_kernels(x.dtype, forced=forced)
+    m, _ = _result_shape(x, scales, rows, p)
+    return _cuda_experts.use_transposed_kernel(m, qw.shape[0], x.shape[1], x.dtype, forced=forced)
 
 
 def _result_shape(x, scales, rows, p: Params):

@@ -171,6 +171,8 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
         return False
     if p.transpose:
         return _cuda_dispatch.use_transposed_kernel(m, x.shape[2], x.dtype, forced=forced)
+    if not _cuda_dispatch.has_kernels(x.dtype, forced=forced):
+        return False
     if forced or not isinstance(m, int):
         return True
     shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE

@@ -1,0 +1,147 @@
+"""Which of the fused kernels a product with experts takes on a GPU, and whether it takes one.
+
+As ``launch_ragged_matmul`` in ``ffi/cuda/ragged_matmul.cu`` and ``launch_ragged_matmul_transposed`` in
+``ffi/cuda/matmul_transposed.cu``, which have the last word; here for where there is no GPU. Of a ``Product`` m is the
+rows of all experts together, and the batch is the experts. Nothing says what the kernels take: the rows at which they
+take turns were measured, and are in ``costs/``.
+"""
+
+import jax.numpy as jnp
+
+from jax_wonly import _cuda_costs, _cuda_dispatch
+from jax_wonly._abi import ShiftMode
+from jax_wonly._cuda_dispatch import Product
+
+_RAGGED = _cuda_costs.Ragged(**_cuda_dispatch.SM90["ragged"])
+_LOW_ROWS, _HIGH_ROWS = 64, 128  # of a tile of ragged_warpgroup
+# A CTA makes the plan of so many experts itself, and puts so many ids in order (ragged_plan.h), with masks more
+# (ragged_resident.cuh).
+_OWN_EXPERTS, _OWN_IDS, _MASKED_IDS = 512, 32, 128
+_MOST_WEIGHTS, _MOST_OUTPUTS = 1 << 31, 1 << 17  # of an expert, that ragged_resident counts as floats
+_MOST_ATOMS = 1 << 21  # and matmul_decode strips of 16 outputs, times CTAs
+# Bytes of shared memory of matmul_decode: digits of 128 inputs, each of their sums, sums of outputs, and static ones.
+_DIGITS, _SUMS, _PARTIAL, _STATIC = 1216, 32, 4096, 128
+
+
+def kernel(p: Product, *, ids: bool) -> str:
+    """The fused kernel for a product with an id for each row, or with sizes."""
+    if not _cuda_dispatch.has_warpgroups():
+        return "matmul_stream"
+    if _resident(p, ids):
+        return "ragged_resident"
+    if _decode(p, ids):
+        return "matmul_decode"
+    if tile_rows(p, ids=ids):
+        return "ragged_warpgroup"
+    tiled = (p.table or p.m >= _RAGGED.tiled_rows * p.batch) and _in_tiles(p)
+    return "ragged_tiled" if tiled else "matmul_stream"
+
+
+def rounds_weights(p: Product, *, ids: bool) -> bool:
+    """Whether that kernel rounds weights to the type of x."""
+    name = kernel(p, ids=ids)
+    return name == "ragged_tiled" or (name == "ragged_warpgroup" and _rounds(p, tile_rows(p, ids=ids)))
+
+
+def tile_rows(p: Product, *, ids: bool) -> int:
+    """Rows of a tile of ``ragged_warpgroup``, 0 where another kernel runs; of what those before it leave.
+
+    As ``ragged_warpgroup::tile_rows`` in ``ffi/cuda/ragged_warpgroup.cu``. Scratch has room for rows in order.
+    """
+    one, small_groups, experts = p._replace(m=1), p.small_groups, p.batch
+    if p.split or not _cuda_dispatch.warpgroup_kernel(one) or (p.floats and not _rounds(p, _LOW_ROWS)):
+        return 0
+    if ids and p.m < experts:  # two kernels more, which put the rows in order
+        return 0
+    low = p.bits == 4 and (p.plain or p.floats or not small_groups)
+    high = p.plain or p.floats or not low
+    wasted = 16 * (-p.n % 256) >= p.n  # of 256 outputs at a time
+    more = p.bits == 4 and (p.plain or p.floats) and (small_groups or wasted)
+    most = _LOW_ROWS if not high else _RAGGED.warpgroup_more_rows if more else _HIGH_ROWS
+    if low or p.bits == 8:
+        few = _RAGGED.warpgroup_experts_of_row * p.m < experts
+    else:
+        few = p.m < _RAGGED.warpgroup_least_rows * experts
+    if few or p.m > most * experts:
+        return 0
+    low_rows = _RAGGED.warpgroup_low_rows
+    if p.shift_mode == ShiftMode.OFFSETS and p.floats and not small_groups:
+        low_rows = _RAGGED.warpgroup_low_rows_of_offsets
+    elif p.plain and small_groups:
+        low_rows = _RAGGED.warpgroup_low_rows_of_small_groups
+    return _LOW_ROWS if low and (not high or p.m <= low_rows * experts) else _HIGH_ROWS
+
+
+def transposed_kernel(p: Product) -> str:
+    """The fused kernel for rows of ``[m, n]`` times their experts' transposed weights."""
+    many = p.m > _cuda_dispatch.TRANSPOSED.stream_rows_of_expert * p.batch
+    if many and p.n % 8 == 0 and _cuda_dispatch.has_warpgroups() and not p.split:
+        return "matmul_transposed_warpgroup"
+    return "matmul_transposed_stream"
+
+
+def use_transposed_kernel(m, experts: int, n: int, x_dtype, *, forced: bool = False) -> bool:
+    """Whether such rows take a fused kernel; ``forced``: wherever there is one."""
+    if not _cuda_dispatch.has_bf16():
+        return False
+    warpgroups = n % 8 == 0 and _cuda_dispatch.has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2
+    return forced or warpgroups or not isinstance(m, int) or m <= experts * _cuda_dispatch.most_streamed(x_dtype)
+
+
+def table_kernel(k: int, x_dtype, scale_dtype) -> bool:
+    """Whether there is a kernel for experts with a table."""
+    return _in_tiles(Product(1, k, 1, 1, 4, x_dtype, scale_dtype, ShiftMode.TABLE))
+
+
+def _rounds(p: Product, rows: int) -> bool:
+    """As ``ragged_warpgroup::rounds`` in ``ffi/cuda/ragged_warpgroup.cu``, for tiles of so many rows."""
+    if p.bits == 8:
+        return False
+    if p.floats:
+        return p.scale_dtype == p.shift_dtype == p.x_dtype and p.n % 8 == 0
+    return p.plain and p.small_groups and rows == _HIGH_ROWS
+
+
+def _in_tiles(p: Product) -> bool:
+    """As ``ragged_tiled::supports`` in ``ffi/cuda/ragged_tiled.cu``."""
+    known = (p.x_dtype, jnp.float32)
+    shifts = p.table or p.shift_mode == ShiftMode.NONE or p.shift_dtype in (*known, jnp.uint8)
+    return _cuda_dispatch.has_warpgroups() and not p.split and p.k % 8 == 0 and p.scale_dtype in known and shifts
+
+
+def _plan_bytes(experts: int) -> int:
+    """Shared memory of a CTA that finds its tile in a plan: ``ragged::tile_bytes`` in ``ffi/cuda/ragged_plan.cuh``."""
+    return 128 + 16 + 16 * (min(experts, _OWN_EXPERTS) + 1) + 4 * _OWN_IDS
+
+
+def _resident(p: Product, ids: bool) -> bool:
+    """As ``launch_resident`` in ``ffi/cuda/ragged_matmul.cu``."""
+    most = max(min(_RAGGED.resident_rows, _RAGGED.resident_rows_of_expert * p.batch), p.batch)
+    shifts = p.shift_mode == ShiftMode.NONE or (not p.table and p.shift_dtype in (jnp.uint8, p.x_dtype))
+    if p.m > most or p.split or p.bits != 4 or p.k % 64 or p.n % 8 or p.scale_dtype != p.x_dtype or not shifts:
+        return False
+    if p.n > _MOST_OUTPUTS or p.n * p.k > _MOST_WEIGHTS:
+        return False
+    # With tiles of one row there is room if there is with any.
+    masked = ids and _OWN_IDS < p.m <= _MASKED_IDS and p.batch <= _OWN_EXPERTS
+    finding = 16 * (p.batch + 1) + 512 if masked else _plan_bytes(p.batch)
+    all_strips, parts = -(-p.n // 32), max(_cuda_dispatch.multiprocessors() // p.m, 1)
+    strips = -(-all_strips // parts)
+    return 16 + (2 * p.k + 16) + finding + 256 * strips <= _cuda_costs.SHARED_BYTES
+
+
+def _decode(p: Product, ids: bool) -> bool:
+    """As ``launch_decode`` in ``ffi/cuda/ragged_matmul.cu``."""
+    small = p.groups > 1 and p.group_size == 32
+    tokens = 1 if small else 2  # of a tile
+    if p.k >= _RAGGED.decode_inputs:
+        most = max(min(tokens * p.batch, _RAGGED.decode_rows), p.batch // _RAGGED.decode_experts_of_row)
+    else:
+        most = p.batch // _RAGGED.decode_experts_of_row_with_few_inputs
+    ctas = _cuda_dispatch.multiprocessors()
+    if p.bits != 8 or p.split or p.m > min(most, ctas) or not _cuda_dispatch.decode_kernel(p._replace(m=tokens)):
+        return False
+    stage = _DIGITS + _SUMS * (2 if p.small_groups else 1)
+    finding = 0 if ids and p.m <= _OWN_IDS else _plan_bytes(p.batch)
+    shared = -(-p.k // 128) * stage + _PARTIAL + finding + _STATIC
+    return shared <= _cuda_costs.SHARED_BYTES and -(-p.n // 16) * ctas < _MOST_ATOMS
