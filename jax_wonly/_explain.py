@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jax_wonly import _abi, _cuda_dispatch, _ffi
+from jax_wonly import _abi, _cuda_dispatch, _cuda_experts, _ffi
 from jax_wonly._abi import ShiftMode
-from jax_wonly._experts import gather_matmul
+from jax_wonly._experts import gather_matmul, ragged_dot
 from jax_wonly._matmul import matmul
 from jax_wonly._model import bytes_text, scheme
 from jax_wonly._quantize import shift_mode_of
@@ -25,6 +25,7 @@ from jax_wonly.primitives import experts as experts_primitive
 from jax_wonly.primitives import matmul as matmul_primitive
 
 PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
+EXPERTS = (False, True, "ids", "sizes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Explanation:
         operations alone).
       kernel: the kernel on the path: on CUDA its name, on CPUs the instruction set; None without one.
       rounds_weights: whether weights are rounded to 16 bits, the type of x, before they are multiplied; None where that
-        is not known: gradients, experts and quantized activations.
+        is not known: gradients and quantized activations.
       targets: the custom calls of the program.
       reason: why this path.
       dtype: of the activations.
@@ -155,7 +156,7 @@ def explain(
     platform: str | None = None,
     implementation: str | None = None,
     transpose: bool = False,
-    experts: bool = False,
+    experts: bool | str = False,
     activation_quantization=None,
 ) -> Explanation:
     """Says which kernel or other path ``matmul(x, qt)`` takes, and why, with the bytes and operations behind it.
@@ -170,8 +171,9 @@ def explain(
         without a GPU here, an H100 is assumed.
       implementation: as in :func:`jax_wonly.matmul`.
       transpose: explain the product with the transposed weights instead, ``x [..., N]``: the gradient.
-      experts: explain ``ragged_dot`` or ``gather_matmul`` of x ``[..., K]`` with the experts ``[E, K, N]`` instead. The
-        rows are taken to belong to as many experts as they can.
+      experts: explain the product of x with the experts ``[E, K, N]`` instead: ``"ids"`` or True for ``gather_matmul``
+        of x ``[..., K]`` with an id for each row, ``"sizes"`` for ``ragged_dot`` of x ``[M, K]``. The rows are taken to
+        belong to as many experts as they can.
       activation_quantization: as in :func:`jax_wonly.matmul`: explain the product of x quantized first.
 
     Raises:
@@ -186,6 +188,9 @@ def explain(
       (8, 8388608, 268435456)
       >>> jw.explain(x, qt, platform="tpu").path
       'xla'
+      >>> experts = jax.eval_shape(jw.quantize, jax.ShapeDtypeStruct((16, 4096, 4096), jnp.bfloat16))
+      >>> jw.explain(x, experts, platform="cuda", experts="sizes").operation
+      'ragged_matmul'
     """
     if not isinstance(x, jax.ShapeDtypeStruct):
         check_array("x", x)
@@ -194,6 +199,7 @@ def explain(
         raise TypeError(f"jax_wonly: qt is a {type(qt).__name__}; accepted: a QuantizedTensor.")
     bits, k, n = weight.bits, weight.k, weight.n
     inputs = n if transpose else k
+    check_choice("experts", experts, EXPERTS)
     if len(x.shape) == 0 or x.shape[-1] != inputs:
         raise ValueError(f"jax_wonly: x has shape {tuple(x.shape)}; accepted: [..., {inputs}].")
     if experts and len(weight.shape) != 3:
@@ -230,12 +236,19 @@ def explain(
     targets = () if why else _calls(bound, platform)
     shift = weight.zeros if weight.offsets is None else weight.offsets
     mode = shift_mode_of(weight.zeros, weight.offsets) if weight.table is None else ShiftMode.TABLE
+    gradient = transpose and weight.table is None
     kernel = kernel_us = dequantize_us = None
-    rounds = None if experts or transpose or activation_quantization is not None else x.dtype.itemsize == 2
+    rounds = None if transpose or activation_quantization is not None else x.dtype.itemsize == 2
+    types = (x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
+    product = _cuda_dispatch.Product(m, k, n, batch, bits, *types, groups=weight.scales.shape[-2])
+    ids = experts != "sizes"
     fused = weight.table is None or x.dtype.itemsize == 2  # as matmul's primitive has it
-    if platform == "cuda" and not experts and not transpose and fused:
-        types = (x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
-        product = _cuda_dispatch.Product(m, k, n, batch, bits, *types, groups=weight.scales.shape[-2])
+    if platform == "cuda" and _abi.RAGGED_MATMUL in targets:
+        kernel = _cuda_experts.kernel(product, ids=ids)
+        rounds = _cuda_experts.rounds_weights(product, ids=ids)
+    elif platform == "cuda" and _abi.RAGGED_MATMUL_TRANSPOSED in targets:
+        kernel = _cuda_experts.transposed_kernel(product)
+    elif platform == "cuda" and not (experts or transpose) and fused and _cuda_dispatch.has_kernels(x.dtype):
         kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
         if _abi.MATMUL in targets:
             kernel = _cuda_dispatch.kernel(product)
@@ -259,7 +272,7 @@ def explain(
         targets=targets,
         reason=why
         or _reason_of_codes(bound, targets, platform, weight)
-        + _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us),
+        + _reason(path, platform, m, gradient, experts, implementation, kernel_us, dequantize_us),
         dtype=str(x.dtype),
         scheme=scheme(weight),
         batch=batch,
@@ -328,7 +341,7 @@ def _bound(
     weight: QuantizedTensor,
     *,
     transpose: bool,
-    experts: bool,
+    experts: bool | str,
     implementation: str | None,
     activation_quantization,
 ):
@@ -336,6 +349,8 @@ def _bound(
     primal = jax.ShapeDtypeStruct((*x.shape[:-1], weight.k), x.dtype)
 
     def product(x, qt):
+        if experts == "sizes":
+            return ragged_dot(x, qt, jnp.zeros(weight.shape[0], jnp.int32), implementation=implementation)
         if experts:
             return gather_matmul(x, qt, jnp.zeros(x.shape[:-1], jnp.int32), implementation=implementation)
         return matmul(x, qt, implementation=implementation, activation_quantization=activation_quantization)
@@ -384,7 +399,8 @@ def _reason_of_codes(bound, targets, platform: str, weight: QuantizedTensor) -> 
     return "for so few rows, or on this GPU, x is dequantized again; "
 
 
-def _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us) -> str:
+def _reason(path, platform, m, gradient, experts, implementation, kernel_us, dequantize_us) -> str:
+    """``gradient``: of weights that have kernels for it on some GPU."""
     if implementation is not None:
         return f"implementation={implementation!r} was asked for"
     if path == "kernel":
@@ -399,7 +415,7 @@ def _reason(path, platform, m, transpose, experts, implementation, kernel_us, de
         return f"the model expects {dequantize_us / kernel_us:.2f} times the speed of dequantizing first"
     if path == "dequantize" and kernel_us is not None:
         return f"the model expects dequantizing first to be {kernel_us / dequantize_us:.2f} times as fast"
-    if transpose and not experts and platform == "cuda":
+    if gradient and platform == "cuda":
         return "the fused kernels of this GPU are expected to be slower than dequantizing first, or need a newer one"
     what = "experts" if experts else "this product"
     return f"there is no fused kernel for {what} here on {platform}"

@@ -177,6 +177,87 @@ def test_kernels_on_cuda(monkeypatch):
     assert kernel(40, dtype=jnp.float16) == "matmul_stream"
 
 
+def test_experts_on_cuda(monkeypatch):
+    """One case on each side of every rule of ffi/cuda/ragged_matmul.cu, and of the gradient's."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    monkeypatch.setattr(jw._explain._ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+
+    def found(m, experts="sizes", e=8, k=4096, n=14336, dtype=jnp.bfloat16, transpose=False, **options):
+        qt = shapes_of(k, n, (e,), **options)
+        x = STRUCT((m, n if transpose else k), dtype)
+        return jw.explain(x, qt, platform="cuda", experts=experts, transpose=transpose)
+
+    def kernels(*rows, experts=("ids", "sizes"), **options) -> list[str | None]:
+        """The same with ids and with sizes, unless one of them is asked for."""
+        every = [[found(m, mode, **options).kernel for m in rows] for mode in experts]
+        assert every[0] == every[-1]
+        return every[0]
+
+    few, flat, decode = "ragged_resident", "ragged_warpgroup", "matmul_decode"
+    tall, stream, ids, sizes = "ragged_tiled", "matmul_stream", ("ids",), ("sizes",)
+    # Few rows: of few experts, of many, and of those that leave no room in shared memory.
+    assert kernels(1, 32, 33) == kernels(8, 128, 129, e=128) == [few, few, flat]
+    assert kernels(3, 12, 13, e=3, mode="offsets") == [few, few, flat]
+    assert kernels(128, e=128, n=28672) == kernels(8, k=1000, group_size=None) == [flat]
+    assert kernels(8, k=1024, n=1001) == kernels(8, k=1001, group_size=None) == [stream]
+    # Eight bits.
+    assert kernels(1, 16, 17, bits=8) == kernels(1, 8, 9, bits=8, group_size=32) == [decode, decode, flat]
+    assert kernels(64, 65, e=128, bits=8, experts=sizes) == [decode, flat]
+    assert kernels(64, 65, 127, 128, e=128, bits=8, experts=ids) == [decode, stream, stream, flat]
+    assert kernels(8, 9, e=128, k=512, bits=8) == [decode, stream]
+    # Few rows of an expert, many, and more.
+    wide = {"scale_dtype": jnp.float32}
+    assert kernels(63, 64, e=128, experts=sizes, **wide) == kernels(63, 64, group_size=32, **wide) == [stream, flat]
+    assert kernels(127, 128, e=128, experts=ids, **wide) == [stream, flat]
+    assert kernels(8 * 128, 8 * 128 + 1) == kernels(8 * 64, 8 * 64 + 1, **wide) == [flat, tall]
+    offsets = {"mode": "offsets"}
+    for options in ({"group_size": 64}, {"n": 272}, {"n": 272} | offsets, {"group_size": 32} | offsets):
+        assert kernels(8 * 384, 8 * 384 + 1, **options) == [flat, tall]
+    assert kernels(8 * 48 - 1, 8 * 48, n=1001) == [stream, tall]
+    assert kernels(1, 4096, mode="nf4") == [tall, tall]
+    for options in ({"dtype": jnp.float32}, {"dtype": jnp.float16, "n": 1001}):
+        assert kernels(8, 8 * 40, **options) == [stream, stream]
+    # Rounded weights: groups of 32 and 64 in high tiles, numbers that are no integers, and hundreds of rows.
+    assert [found(m).rounds_weights for m in (8, 1024, 1025)] == [False, False, True]
+    assert [found(8 * m, group_size=64).rounds_weights for m in (40, 41)] == [False, True]
+    assert [found(m, mode="offsets").rounds_weights for m in (32, 33)] == [False, True]
+    assert found(8, dtype=jnp.float32).rounds_weights is False and found(8, transpose=True).rounds_weights is None
+    # The gradient.
+    back = {"transpose": True}
+    assert kernels(128, 129, **back) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
+    assert kernels(129, n=1001, **back) == kernels(129, dtype=jnp.float32, **back) == ["matmul_transposed_stream"]
+    tables = found(129, mode="nf4", **back)
+    assert tables.kernel is None and tables.path == "dequantize" and "no fused kernel" in tables.reason
+    said = found(8)
+    assert said.kernel_us is None and "model" not in str(said) and f"({few})" in str(said)
+    assert found(8, True) == found(8, "ids")
+    # Other GPUs: the first of these have kernels of float16 alone.
+    for capability, there in ("7.5", jnp.float16), ("8.0", jnp.bfloat16):
+        monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda capability=capability: (capability, 40))
+        assert kernels(1, 32, 4096, dtype=there) == [stream] * 3 and not found(4096, dtype=there).rounds_weights
+        assert kernels(8 * 64, dtype=there, **back) == [None if capability == "7.5" else "matmul_transposed_stream"]
+        many = found(8 * 65, dtype=there, **back)
+        assert many.kernel is None and many.path == "dequantize" and "slower" in many.reason
+
+
+def test_types_without_kernels(monkeypatch):
+    """GPUs whose tensor cores take float16 alone dequantize for other activations."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
+    monkeypatch.setattr(jw._explain._ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+    for experts in (False, "ids", "sizes"):
+        qt = shapes_of(256, 128, (3,) if experts else ())
+        for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+            x, options = STRUCT((4, 256), dtype), {"platform": "cuda", "experts": experts}
+            found = jw.explain(x, qt, **options)
+            if dtype == jnp.float16:
+                assert found.path == "kernel" and found.kernel == "matmul_stream"
+                assert jw.explain(x, qt, implementation="cuda", **options).kernel == "matmul_stream"
+                continue
+            assert found.path == "dequantize" and found.kernel_us is None and "no fused kernel" in found.reason
+            with pytest.raises(ValueError, match="no fused kernel for .* x on GPUs before sm_80"):
+                jw.explain(x, qt, implementation="cuda", **options)
+
+
 def test_elsewhere(monkeypatch):
     x, qt = STRUCT((4, 256), jnp.bfloat16), shapes_of(256, 128)
     assert jw.explain(x, qt, platform="tpu").path == "xla"
@@ -195,6 +276,7 @@ def test_bad_input():
         (TypeError, "qt is a ShapeDtypeStruct", lambda: jw.explain(x, x)),
         (ValueError, r"x has shape \(4, 255\)", lambda: jw.explain(STRUCT((4, 255), jnp.float32), qt)),
         (ValueError, r"accepted: \[\.\.\., 128\]", lambda: jw.explain(x, qt, transpose=True)),
+        (ValueError, "experts='rows'", lambda: jw.explain(x, qt, experts="rows")),
         (ValueError, "platform='gpu'", lambda: jw.explain(x, qt, platform="gpu")),
         (ValueError, "implementation='fast'", lambda: jw.explain(x, qt, implementation="fast")),
         (ValueError, r"accepted with experts=True: \[E, K, N\]", lambda: jw.explain(x, qt, experts=True)),
