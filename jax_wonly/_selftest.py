@@ -137,6 +137,10 @@ def _schemes(platform: str) -> Iterator[tuple[int, str, str, int | None]]:
         yield bits, mode, dtype, next(sizes)
 
 
+def _has_products(platform: str, dtype: str) -> bool:
+    return platform == "cpu" or _cuda_dispatch.has_kernels(dtype)
+
+
 def _matmul(rng, platform: str) -> Iterator[Case]:
     rows = itertools.cycle((1, 5, 20) if platform == "cpu" else (1, 5, 20, 40, 130))
     plain = [(b, m, d, g, next(rows), 256 if g else 101, 72, None, False) for b, m, d, g in _schemes(platform)]
@@ -181,6 +185,8 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (4, "table", "bfloat16", 64, 400, 512, 2048, None, True),
     ]
     for bits, mode, dtype, size, m, k, n, activation, has_bias in plain + fused + (large if platform == "cuda" else []):
+        if not _has_products(platform, dtype):
+            continue
         weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype)
         x, bias = _x(rng, (m, k), dtype), (rng.normal(1, 3, n).astype(np.float32) if has_bias else None)
         columns = np.arange(n) if n <= 1024 else rng.choice(n, 256, replace=False)
@@ -220,6 +226,8 @@ def _activate(y: np.ndarray, activation: str | None) -> np.ndarray:
 
 
 def _matmul_transposed(rng, platform: str) -> Iterator[Case]:
+    if platform == "cuda" and not _cuda_dispatch.has_bf16():
+        return
     rows = itertools.cycle((1, 5, 20, 90))
     for bits, mode, dtype, size in itertools.islice(_schemes(platform), 0, None, 3 if platform == "cpu" else 2):
         m, k, n = next(rows), 256 if size else 101, 72
@@ -258,6 +266,9 @@ _GROUPED_CONVOLUTIONS = (
 
 def _conv(rng, platform: str, cases: Sequence[tuple]) -> Iterator[Case]:
     for bits, mode, dtype, size, k, groups, n, strides, activation in cases:
+        there = _cuda_dispatch.has_warpgroups() if groups == 1 else k == 1 or _cuda_dispatch.has_bf16()
+        if not there:
+            continue
         weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype, lead=(3, 3))
         x = _x(rng, (2, 7, 9, groups * k), dtype)
 
@@ -290,12 +301,17 @@ def _conv(rng, platform: str, cases: Sequence[tuple]) -> Iterator[Case]:
 
 
 def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
+    if transpose and platform == "cuda" and not _cuda_dispatch.has_bf16():
+        return
     experts, k, n = 4, 256, 72
     schemes = list(itertools.islice(_schemes(platform), 0, None, 4))
-    if not (transpose and platform == "cuda"):  # where gradients dequantize weights with a table
+    # GPUs dequantize weights with a table for gradients, and others than Hopper for experts.
+    if platform == "cpu" or (not transpose and _cuda_dispatch.has_warpgroups()):
         schemes.append((4, "table", "float16", 64))
     schemes += [(4, "integer_zeros", "bfloat16", 64), (4, "offsets", "float16", 128)]
     for i, (bits, mode, dtype, size) in enumerate(schemes):
+        if not _has_products(platform, dtype):
+            continue
         # With a few, tens and hundreds of rows for each expert, of 16 bits, different kernels start.
         rows = 23 if platform == "cpu" or dtype == "float32" else (300, 150, 600, 13)[i % 4]
         group = size or k
@@ -333,8 +349,11 @@ def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
             return jax.linear_transpose(lambda primal: product(primal, qt, ids, sizes), struct)(dy)[0]
 
         operands = (x, weight.qt, ids, sizes)
-        what = f"{experts} experts by {'sizes' if by_size else 'ids'}, {_scheme_text(bits, size, mode, dtype)}"
-        yield Case(what, gradient if transpose else product, operands, check)
+        mode_of_rows = "sizes" if by_size else "ids"
+        options: dict[str, Any] = {"platform": platform, "implementation": platform, "experts": mode_of_rows}
+        kernel = explain(x, weight.qt, transpose=transpose, **options).kernel or ""
+        what = f"{experts} experts by {mode_of_rows}, {_scheme_text(bits, size, mode, dtype)}"
+        yield Case(what, gradient if transpose else product, operands, check, kernel)
 
 
 # One program for every platform.

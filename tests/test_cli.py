@@ -10,12 +10,13 @@ import sys
 import xml.etree.ElementTree as tree
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_wonly as jw
-from jax_wonly import _abi, _selftest, _svg
+from jax_wonly import _abi, _cuda_dispatch, _selftest, _svg
 from jax_wonly.cli import _common, main, quantize
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -279,6 +280,31 @@ def test_doctor_reaches_every_kernel_of_a_gpu():
     assert {case.kernel for case in cases} == {
         f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled", "warpgroup")
     }
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "9.0", "10.0"])
+def test_doctor_tests_what_a_gpu_has(monkeypatch, capability):
+    """Its cases call what they test on every GPU, and reach what kernels that has."""
+    monkeypatch.setattr(_selftest._ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: (capability, 132))
+    kernels = {}
+    for target in (
+        *(_abi.MATMUL, _abi.MATMUL_TRANSPOSED, _abi.RAGGED_MATMUL, _abi.RAGGED_MATMUL_TRANSPOSED),
+        *(_abi.CONV, _abi.DIRECT_CONV),
+    ):
+        cases = list(_selftest.CASES[target](np.random.default_rng(0), "cuda"))
+        for case in cases[:: 7 if target == _abi.MATMUL else 1]:
+            lowered = jax.jit(case.function).trace(*case.operands).lower(lowering_platforms=("cuda",))
+            assert f"@{target}(" in lowered.as_text(), (target, case.what)
+        kernels[target] = {case.kernel for case in cases}
+    stream, back = {"matmul_stream"}, {"matmul_transposed_stream"}
+    hopper, newer = capability == "9.0", capability != "7.5"
+    several = stream | {"ragged_resident", "ragged_warpgroup", "ragged_tiled"}
+    assert kernels[_abi.RAGGED_MATMUL] == (several if hopper else stream)
+    backs = back | {"matmul_transposed_warpgroup"} if hopper else back if newer else set()
+    assert kernels[_abi.RAGGED_MATMUL_TRANSPOSED] == backs
+    assert bool(kernels[_abi.MATMUL_TRANSPOSED]) == newer and bool(kernels[_abi.CONV]) == hopper
+    assert kernels[_abi.MATMUL] and kernels[_abi.DIRECT_CONV]
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch, capsys):
