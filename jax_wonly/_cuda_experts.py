@@ -8,7 +8,7 @@ take turns were measured, and are in ``costs/``.
 
 import jax.numpy as jnp
 
-from jax_wonly import _cuda_costs, _cuda_dispatch
+from jax_wonly import _abi, _cuda_costs, _cuda_dispatch
 from jax_wonly._abi import ShiftMode
 from jax_wonly._cuda_dispatch import Product
 
@@ -72,6 +72,16 @@ def tile_rows(p: Product, *, ids: bool) -> int:
     return _LOW_ROWS if low and (not high or p.m <= low_rows * experts) else _HIGH_ROWS
 
 
+def scratch(rows, experts: int, row_length: int, x_dtype, *, ids: bool):
+    """Words of scratch with which either product runs fastest on the GPU here; ``rows`` may be symbolic.
+
+    There is room for rows in order where ``ragged::can_order`` in ``ffi/cuda/ragged_plan.cu`` and the kernels want it.
+    """
+    sixteen_bits = jnp.dtype(x_dtype).itemsize == 2
+    ordered = ids and sixteen_bits and row_length % 8 == 0 and _cuda_dispatch.has_warpgroups()
+    return _abi.ragged_scratch(rows, experts, ordered=row_length // 2 if ordered else 0)
+
+
 def transposed_kernel(p: Product) -> str:
     """The fused kernel for rows of ``[m, n]`` times their experts' transposed weights."""
     many = p.m > _cuda_dispatch.TRANSPOSED.stream_rows_of_expert * p.batch
@@ -125,7 +135,7 @@ def _resident(p: Product, ids: bool) -> bool:
     # With tiles of one row there is room if there is with any.
     masked = ids and _OWN_IDS < p.m <= _MASKED_IDS and p.batch <= _OWN_EXPERTS
     finding = 16 * (p.batch + 1) + 512 if masked else _plan_bytes(p.batch)
-    all_strips, parts = -(-p.n // 32), max(_cuda_dispatch.multiprocessors() // p.m, 1)
+    all_strips, parts = -(-p.n // 32), max(_cuda_dispatch.multiprocessors() // max(p.m, 1), 1)
     strips = -(-all_strips // parts)
     return 16 + (2 * p.k + 16) + finding + 256 * strips <= _cuda_costs.SHARED_BYTES
 

@@ -7,7 +7,7 @@ import pytest
 from conv_cases import BANDS, WARPGROUPS
 from matmul_cases import ROWS, SHAPES
 
-from jax_wonly import _cuda_dispatch, _cuda_experts
+from jax_wonly import _abi, _cuda_dispatch, _cuda_experts
 from jax_wonly._abi import ShiftMode
 from jax_wonly._cuda_dispatch import Product
 from jax_wonly.primitives.conv import Window
@@ -386,3 +386,16 @@ def test_small_products_round_no_weights(monkeypatch, group_size, shape, bits):
                 Product(m, k, n, 1, bits, jnp.float16, jnp.float16, mode, shift, groups=groups)
             )
             assert kernel != "matmul_tiled"
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_scratch_of_experts(warpgroups, ids):
+    """Room for rows in order, where kernels want them so and may put them there."""
+    for rows, length, x, there in (
+        *((5, 64, jnp.bfloat16, True), (7000, 1016, jnp.float16, True)),
+        *((5, 60, jnp.bfloat16, False), (5, 64, jnp.float32, False)),
+    ):
+        words = _cuda_experts.scratch(rows, 9, length, x, ids=ids)
+        plan = _abi.ragged_scratch(rows, 9)
+        assert words == plan + (rows * length // 2 if there and ids and warpgroups else 0)
+        assert plan >= rows + 8 * 9 + 64  # kRaggedScratch* of abi.h

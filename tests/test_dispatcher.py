@@ -205,8 +205,7 @@ def assert_launchable(gpu, kernels: list[tuple], case) -> None:
 
 def scratch_of(product: Product, mode: RowMode, row: int) -> int:
     """Bytes, for rows of so many numbers."""
-    ordered = -(-row // 2) if mode == RowMode.IDS and not product.split else 0
-    return 4 * _abi.ragged_scratch(product.m, product.batch, ordered=ordered)
+    return 4 * _cuda_experts.scratch(product.m, product.batch, row, product.x_dtype, ids=mode == RowMode.IDS)
 
 
 GPUS = pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_experts_on_cuda(monkeypatch):
     assert tables.kernel is None and tables.path == "dequantize" and "no fused kernel" in tables.reason
     said = found(8)
     assert said.kernel_us is None and "model" not in str(said) and f"({few})" in str(said)
-    assert found(8, True) == found(8, "ids")
+    assert found(8, True) == found(8, "ids") and found(0).kernel == few
     # Other GPUs: the first of these have kernels of float16 alone.
     for capability, there in ("7.5", jnp.float16), ("8.0", jnp.bfloat16):
         monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda capability=capability: (capability, 40))

@@ -146,7 +146,7 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   RaggedArgs rows = args;  // those of dy have as many numbers as there are outputs
   rows.product.k = args.product.n;
   ragged::Work work;
-  // Of an expert, were they spread evenly.
+  // The same for rows of an expert, were they spread evenly.
   if (device.architecture == 90 && args.m > costs::kTransposedStreamRowsOfExpert * args.experts &&
       transposed_warpgroup::supports(args.product) && (!ids || ragged::can_order(rows))) {
     const int tokens = args.m <= 64 * args.experts ? 64 : args.m <= 128 * args.experts ? 128 : 256;

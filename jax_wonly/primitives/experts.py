@@ -174,8 +174,10 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
     shape = _result_shape(x, scales, rows, p)
     scratch = 0
     if platform == "cuda":
-        unordered = p.row_mode == RowMode.IDS and x.dtype.itemsize == 2
-        scratch = _abi.ragged_scratch(shape[0], qw.shape[0], ordered=-(-x.shape[1] // 2) if unordered else 0)
+        from jax_wonly import _cuda_experts
+
+        ids = p.row_mode == RowMode.IDS
+        scratch = _cuda_experts.scratch(shape[0], qw.shape[0], x.shape[1], x.dtype, ids=ids)
     results = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((scratch,), jnp.int32))
     shift, bias = split_rest(rest, p.shift_mode)
     shift_mode, shift = as_operand(p.table, p.shift_mode, shift)
