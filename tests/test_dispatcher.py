@@ -177,8 +177,8 @@ def ragged_products(rng, count: int) -> list[tuple[Product, RowMode]]:
     """Whose batch are experts: rows about where kernels meet, and sizes about what they take."""
     found = []
     shares = [1 / 16, 1 / 2, 1, 2, 4, 8, 16, 40, 48, 56, 64, 128, 384]
-    inputs = [64, 1000, 1016, 1024, 4096, 4100, 23296, 60000, 116000]
-    outputs = [17, 264, 1536, 7001, 28672, 131080, 300000]
+    inputs = [64, 1000, 1016, 1024, 4096, 4100, 23296, 32768, 60000, 116000]
+    outputs = [17, 264, 1536, 7001, 28672, 131072, 131080, 300000]
     for p in products(rng, count):
         experts = int(rng.choice([1, 2, 4, 8, 14, 58, 60, 128, 136, 255, 512, 513, 2000]))
         m = p.m if rng.random() < 0.4 else max(1, int(experts * rng.choice(shares)) + int(rng.integers(-1, 2)))
