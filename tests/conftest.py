@@ -4,8 +4,11 @@ Of a large cross product of parameters a twelfth is run, which the seed chooses;
 """
 
 import collections
+import importlib
 import os
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +16,16 @@ import pytest
 _SEED = "JAX_WONLY_TEST_SEED"
 _ALL_CASES = "JAX_WONLY_ALL_CASES"
 _LARGE = 30  # cases of one test
+_EMULATED = None
+if _path := os.environ.get("JAX_WONLY_EMULATED"):  # before anything imports jax_wonly
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.path.insert(0, str(Path(__file__).parent / "emulator"))
+    _EMULATED = importlib.import_module("emulate").install(Path(_path))
 
 
 def _gpu_requested(config) -> bool:
     expression = config.getoption("markexpr", "") or ""
-    return "gpu" in expression and "not gpu" not in expression
+    return "gpu" in expression and "not gpu" not in expression and _EMULATED is None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,6 +75,19 @@ def pytest_runtest_makereport(item, call):
     if report.failed:  # -q leaves the header out
         report.sections.append(("Seed", f"{_SEED}={os.environ[_SEED]}"))
     return report
+
+
+@pytest.fixture
+def emulated():
+    if _EMULATED is None:
+        pytest.skip("needs JAX_WONLY_EMULATED (tests/emulator/emulate.py)")
+    return _EMULATED
+
+
+@pytest.fixture(autouse=True)
+def _emulated_order(seed):
+    if _EMULATED is not None:
+        _EMULATED.set_seed(seed)
 
 
 @pytest.fixture

@@ -1,0 +1,482 @@
+#include "machine.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <bit>
+#include <sstream>
+#include <stdexcept>
+
+namespace emulator {
+
+Machine& Machine::the() {
+  static Machine machine;
+  return machine;
+}
+
+namespace {
+
+std::string whereabouts(const Warp& warp) {
+  const Grid& grid = *warp.cta->cluster->grid;
+  std::ostringstream text;
+  text << "\n  " << grid.launch.program->name << ", CTA " << warp.cta->index.x << ' ' << warp.cta->index.y << ' '
+       << warp.cta->index.z << ", warp " << warp.index;
+  for (const Group& group : warp.groups) {
+    text << "\n    lanes " << std::hex << group.lanes << std::dec << " at " << group.at << ": "
+         << grid.launch.program->code[static_cast<size_t>(group.at)].text.substr(0, 200);
+  }
+  return text.str();
+}
+
+}  // namespace
+
+void Machine::fail(Warp& warp, const std::string& what) const {
+  throw std::runtime_error("emulator: " + what + " (seed " + std::to_string(seed) + ")" + whereabouts(warp));
+}
+
+void Machine::fail_all() const {
+  std::string text = "emulator: nothing comes on any more (seed " + std::to_string(seed) + ")";
+  for (const auto& cluster : clusters_) {
+    for (const auto& cta : cluster->ctas) {
+      for (const Warp& warp : cta->warps) {
+        if (warp.state != Warp::kDone) text += whereabouts(warp);
+      }
+    }
+  }
+  throw std::runtime_error(text);
+}
+
+Cta& Machine::cta_of(Warp& warp, uint64_t address) {
+  // The upper bits are 1 + the rank of a CTA of the cluster, as mapa gives them, or 0 for this one.
+  const uint64_t rank = address >> 24;
+  if (rank == 0) return *warp.cta;
+  if (rank > warp.cta->cluster->ctas.size()) fail(warp, "shared memory of no CTA");
+  return *warp.cta->cluster->ctas[rank - 1];
+}
+
+uint8_t* Machine::shared_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align) {
+  const Cta& cta = cta_of(warp, address);
+  const uint64_t at = address & 0xffffff;
+  if (static_cast<int64_t>(at) + bytes > cta.cluster->grid->shared_bytes) {
+    fail(warp, "shared memory at " + std::to_string(at) + " of " + std::to_string(cta.cluster->grid->shared_bytes));
+  }
+  if (at % static_cast<uint64_t>(align) != 0) fail(warp, "shared memory that is not aligned: " + std::to_string(at));
+  if (cta.live_warps == 0) fail(warp, "shared memory of a CTA that has ended");
+  return cta.shared + at;
+}
+
+uint8_t* Machine::memory_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align) {
+  const auto inside = [&](uint64_t begin, uint64_t size) {
+    return address >= begin && address + static_cast<uint64_t>(bytes) <= begin + size;
+  };
+  if (address % static_cast<uint64_t>(align) != 0) fail(warp, "memory that is not aligned");
+  if (!inside(last_.first, last_.second)) {
+    const Grid& grid = *warp.cta->cluster->grid;
+    const auto next = allowed_.upper_bound(address);
+    if (next != allowed_.begin() && inside(std::prev(next)->first, static_cast<uint64_t>(std::prev(next)->second))) {
+      last_ = {std::prev(next)->first, static_cast<uint64_t>(std::prev(next)->second)};
+    } else if (!inside(reinterpret_cast<uint64_t>(warp.cta->shared), static_cast<uint64_t>(grid.shared_bytes)) &&
+               !inside(reinterpret_cast<uint64_t>(grid.launch.param_data()),
+                       grid.launch.params.size() * sizeof(ParamLine)) &&
+               !inside(reinterpret_cast<uint64_t>(warp.local.data()), warp.local.size())) {
+      std::string near = "memory that is nobody's";
+      if (next != allowed_.begin()) {
+        near += ": " + std::to_string(address - std::prev(next)->first) + " bytes into one of " +
+                std::to_string(std::prev(next)->second);
+      }
+      fail(warp, near);
+    }
+  }
+  return reinterpret_cast<uint8_t*>(address);
+}
+
+void Machine::release(Barrier& barrier, const Cta& cta) {
+  const int wanted = barrier.wanted == 0 ? cta.live_warps * kLanes : barrier.wanted;
+  if (barrier.arrived != wanted || wanted == 0) return;
+  for (Warp* warp : barrier.waiting) warp->state = Warp::kReady;
+  barrier = {};
+}
+
+void Machine::arrive_at_barrier(Warp& warp, int number, int threads, bool waits) {
+  Barrier& barrier = warp.cta->barriers[number];
+  if (barrier.arrived > 0 && barrier.wanted != threads) fail(warp, "a barrier of another number of threads");
+  barrier.wanted = threads;
+  barrier.arrived += kLanes;
+  if (waits) {
+    warp.state = Warp::kAtBarrier;
+    barrier.waiting.push_back(&warp);
+  }
+  if (threads != 0 && barrier.arrived > threads) fail(warp, "more threads at a barrier than it has");
+  release(barrier, *warp.cta);
+}
+
+void Machine::release(Cluster& cluster) {
+  if (cluster.arrived == 0 || cluster.arrived != cluster.live_warps) return;
+  cluster.arrived = 0;
+  ++cluster.phase;
+  for (auto& cta : cluster.ctas) {
+    for (Warp& warp : cta->warps) {
+      if (warp.state == Warp::kAtCluster) {
+        warp.state = Warp::kReady;
+        warp.cluster_arrived = false;
+      }
+    }
+  }
+}
+
+void Machine::arrive_at_cluster(Warp& warp) {
+  Cluster& cluster = *warp.cta->cluster;
+  if (warp.cluster_arrived) fail(warp, "a second arrival at the barrier of the cluster");
+  warp.cluster_arrived = true;
+  warp.cluster_phase = cluster.phase;
+  ++cluster.arrived;
+  release(cluster);
+}
+
+void Machine::wait_for_cluster(Warp& warp) {
+  if (!warp.cluster_arrived) fail(warp, "a wait at the barrier of the cluster without arrival");
+  if (warp.cluster_phase == warp.cta->cluster->phase) {
+    warp.state = Warp::kAtCluster;
+  } else {
+    warp.cluster_arrived = false;
+  }
+}
+
+void Machine::let_next_begin(Warp& warp) {
+  // Counted when the last warp says so on a GPU; one is enough here, which is earlier.
+  if (!warp.cta->lets_next_begin) {
+    warp.cta->lets_next_begin = true;
+    ++warp.cta->cluster->grid->letting;
+  }
+}
+
+void Machine::begin(Grid& grid) {
+  const Launch& launch = grid.launch;
+  const Program& program = *launch.program;
+  auto cluster = std::make_unique<Cluster>();
+  cluster->grid = &grid;
+  cluster->index = grid.begun++;
+  const Dim across{launch.grid.x / launch.cluster.x, launch.grid.y / launch.cluster.y,
+                   launch.grid.z / launch.cluster.z};
+  const auto number = static_cast<uint64_t>(cluster->index);
+  const Dim corner{static_cast<uint32_t>(number % across.x), static_cast<uint32_t>(number / across.x % across.y),
+                   static_cast<uint32_t>(number / across.x / across.y)};
+  const int threads = static_cast<int>(launch.block.x * launch.block.y * launch.block.z);
+  const int warps = (threads + kLanes - 1) / kLanes;
+  const Dim size = launch.cluster;
+  for (int rank = 0; rank < static_cast<int>(size.x * size.y * size.z); ++rank) {
+    auto cta = std::make_unique<Cta>();
+    cta->cluster = cluster.get();
+    cta->rank = rank;
+    const auto r = static_cast<uint32_t>(rank);
+    cta->index = {corner.x * size.x + r % size.x, corner.y * size.y + r / size.x % size.y,
+                  corner.z * size.z + r / size.x / size.y};
+    constexpr int64_t kAlign = 1024;
+    cta->storage = std::make_unique<uint8_t[]>(static_cast<size_t>(grid.shared_bytes + kAlign));
+    const auto raw = reinterpret_cast<uint64_t>(cta->storage.get());
+    cta->shared = cta->storage.get() + (kAlign - static_cast<int64_t>(raw % kAlign)) % kAlign;
+    std::memset(cta->shared, 0xff, static_cast<size_t>(grid.shared_bytes));  // NaN, and wrong as anything else
+    cta->warps = std::vector<Warp>(static_cast<size_t>(warps));
+    cta->live_warps = warps;
+    for (int w = 0; w < warps; ++w) {
+      Warp& warp = cta->warps[static_cast<size_t>(w)];
+      warp.cta = cta.get();
+      warp.index = w;
+      const int lanes = std::min(kLanes, threads - w * kLanes);
+      warp.live = lanes == kLanes ? kAllLanes : (Mask{1} << lanes) - 1;
+      warp.groups = {{warp.live, 0, false, false}};
+      warp.registers.assign(static_cast<size_t>(program.register_bytes), 0xff);
+      warp.predicates.resize(static_cast<size_t>(program.predicates));
+      warp.local.assign(static_cast<size_t>(program.local_bytes * kLanes), 0xff);
+      warp.constants = program.constants.data();
+      for (const Special& special : program.specials) {
+        for (int lane = 0; lane < kLanes; ++lane) {
+          const auto thread = static_cast<uint32_t>(w * kLanes + lane);
+          const Dim at{thread % launch.block.x, thread / launch.block.x % launch.block.y,
+                       thread / launch.block.x / launch.block.y};
+          const auto write32 = [&](uint32_t value) { warp.row<uint32_t>(special.row)[lane] = value; };
+          const auto write64 = [&](const uint8_t* p) {
+            warp.row<uint64_t>(special.row)[lane] = reinterpret_cast<uint64_t>(p);
+          };
+          switch (special.kind) {
+            case Special::kThread:
+              write32(at.axis(special.axis));
+              break;
+            case Special::kThreads:
+              write32(launch.block.axis(special.axis));
+              break;
+            case Special::kCta:
+              write32(cta->index.axis(special.axis));
+              break;
+            case Special::kCtas:
+              write32(launch.grid.axis(special.axis));
+              break;
+            case Special::kCluster:
+              write32(corner.axis(special.axis));
+              break;
+            case Special::kRank:
+              write32(r);
+              break;
+            case Special::kLane:
+              write32(static_cast<uint32_t>(lane));
+              break;
+            case Special::kParams:
+              write64(launch.param_data() + special.offset);
+              break;
+            case Special::kLocal:
+              write64(warp.local.data() + lane * program.local_bytes + special.offset);
+              break;
+          }
+        }
+      }
+    }
+    cluster->live_warps += warps;
+    cluster->ctas.push_back(std::move(cta));
+  }
+  clusters_.push_back(std::move(cluster));
+}
+
+void Machine::end(Warp& warp) {
+  for (auto* pending : {&warp.copies, &warp.products, &warp.stores}) {
+    for (const Pending& each : *pending) each.perform();
+    pending->clear();
+  }
+  warp.state = Warp::kDone;
+  Cta& cta = *warp.cta;
+  Cluster& cluster = *cta.cluster;
+  --cluster.live_warps;
+  --cta.live_warps;
+  // A thread that has ended counts as arrived at every barrier of the cluster: not twice.
+  if (warp.cluster_arrived && warp.cluster_phase == cluster.phase) --cluster.arrived;
+  for (auto& [number, barrier] : cta.barriers) release(barrier, cta);
+  release(cluster);
+  if (cta.live_warps > 0) return;
+  for (const auto& [number, barrier] : cta.barriers) {
+    if (barrier.arrived != 0) fail(warp, "a CTA ended with threads at barrier " + std::to_string(number));
+  }
+  if (cta.on_their_way > 0) fail(warp, "a CTA ended with copies on their way to it");
+  if (!cta.lets_next_begin) ++cluster.grid->letting;
+}
+
+namespace {
+
+// The group whose turn it is: of those behind, so that they come together again with those ahead.
+Group* next_group(Warp& warp) {
+  Group* next = nullptr;
+  for (Group& group : warp.groups) {
+    if (!group.waits && !group.polls && (next == nullptr || group.at < next->at)) next = &group;
+  }
+  return next;
+}
+
+// Lanes at the same instruction become a group.
+void meet(Warp& warp) {
+  auto& groups = warp.groups;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    for (size_t j = groups.size() - 1; j > i; --j) {
+      if (groups[i].at != groups[j].at) continue;
+      groups[i].lanes |= groups[j].lanes;
+      groups[i].waits = groups[i].polls = false;
+      groups.erase(groups.begin() + static_cast<int64_t>(j));
+    }
+  }
+}
+
+}  // namespace
+
+// One that may go on, of those behind a random one, or any.
+Warp& Machine::any_warp(Cluster& cluster) {
+  const size_t each = cluster.ctas[0]->warps.size(), all = cluster.ctas.size() * each, first = random_() % all;
+  for (size_t i = 0; i < all; ++i) {
+    const size_t at = (first + i) % all;
+    Warp& warp = cluster.ctas[at / each]->warps[at % each];
+    if (warp.state == Warp::kReady || warp.state == Warp::kAtLastGrid) return warp;
+  }
+  return cluster.ctas[0]->warps[0];
+}
+
+bool Machine::step(Warp& warp) {
+  const Program& program = *warp.cta->cluster->grid->launch.program;
+  const int quantum = static_cast<int>(random_() % 400) + 1;
+  for (Group& group : warp.groups) group.polls = false;
+  int done = 0;
+  bool polled = false;
+  while (done < quantum && warp.state == Warp::kReady) {
+    Group* group =
+        warp.groups.size() == 1 && !warp.groups[0].waits && !warp.groups[0].polls ? &warp.groups[0] : next_group(warp);
+    if (group == nullptr) {
+      if (std::none_of(warp.groups.begin(), warp.groups.end(), [](const Group& g) { return g.polls; })) {
+        fail(warp, "lanes that wait for each other");
+      }
+      break;
+    }
+    const Instruction& instruction = program.code[static_cast<size_t>(group->at)];
+    Mask lanes = group->lanes;
+    if (instruction.guard.kind != Operand::kNothing) lanes &= warp.predicate(instruction.guard);
+    ++done;
+    switch (instruction.kind) {
+      case Kind::kTogether:
+      case Kind::kMembers: {
+        Mask wanted = warp.live;
+        if (instruction.kind == Kind::kMembers) {
+          wanted &= warp.row<uint32_t>(instruction.operands.back())[std::countr_zero(lanes)];
+        }
+        if ((lanes & wanted) != wanted || (lanes & ~wanted) != 0) {
+          if (warp.groups.size() == 1) fail(warp, "an instruction of lanes that are not all here");
+          group->waits = true;
+          continue;
+        }
+        [[fallthrough]];
+      }
+      case Kind::kPlain:
+        ++group->at;
+        if (lanes != 0) instruction.run(warp, instruction, lanes);
+        break;
+      case Kind::kBranch:
+        if (lanes == group->lanes) {
+          group->at = instruction.target;
+        } else {
+          ++group->at;
+          if (lanes != 0) {
+            group->lanes &= ~lanes;
+            warp.groups.push_back({lanes, instruction.target, false, false});
+          }
+        }
+        break;
+      case Kind::kExit:
+        warp.live &= ~lanes;
+        group->lanes &= ~lanes;
+        ++group->at;
+        for (Group& other : warp.groups) other.waits = false;
+        std::erase_if(warp.groups, [](const Group& g) { return g.lanes == 0; });
+        if (warp.groups.empty()) end(warp);
+        break;
+    }
+    if (warp.polls) {
+      warp.polls = false;
+      polled = true;
+      if (warp.groups.size() == 1) break;
+      next_group(warp)->polls = true;  // it was the one behind all others
+    }
+    if (warp.groups.size() > 1) meet(warp);
+  }
+  instructions += static_cast<uint64_t>(done);
+  return !polled || done > 8;  // a poll is shorter
+}
+
+void Machine::perform_a_copy() {
+  const size_t which = random_() % copies_.size();
+  const std::function<void()> copy = std::move(copies_[which]);
+  copies_[which] = std::move(copies_.back());
+  copies_.pop_back();
+  copy();
+}
+
+bool Machine::can_begin(size_t grid) const {
+  if (grids_[grid]->begun == grids_[grid]->clusters || grids_[grid]->done) return false;
+  if (grid == 0) return true;
+  const Grid& last = *grids_[grid - 1];
+  const Dim all = last.launch.grid;
+  return last.done || (grids_[grid]->launch.early && last.letting == int64_t{all.x} * all.y * all.z);
+}
+
+namespace {
+
+// XLA has a CPU flush subnormal numbers to zero, which a GPU does not.
+class NumbersAsTheyAre {
+ public:
+  NumbersAsTheyAre() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~NumbersAsTheyAre() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+};
+
+}  // namespace
+
+void Machine::run() {
+  const NumbersAsTheyAre numbers;
+  random_.seed(seed);
+  mode_ = static_cast<int>(seed % 3);
+  last_ = {0, 0};
+  try {
+    while (!queue_.empty()) {
+      auto grid = std::make_unique<Grid>();
+      grid->launch = std::move(queue_.front());
+      queue_.pop_front();
+      const Launch& launch = grid->launch;
+      if (launch.program) {
+        const Dim size = launch.cluster;
+        grid->clusters = int64_t{launch.grid.x / size.x} * (launch.grid.y / size.y) * (launch.grid.z / size.z);
+        grid->shared_bytes = launch.program->static_shared + launch.shared_bytes;
+        const int64_t threads = int64_t{launch.block.x} * launch.block.y * launch.block.z;
+        const int64_t each = std::max<int64_t>(
+            1, std::min<int64_t>(2048 / threads, gpu.shared_per_multiprocessor / (grid->shared_bytes + 1024)));
+        grid->resident =
+            static_cast<int>(std::max<int64_t>(1, each * gpu.multiprocessors / (int64_t{size.x} * size.y * size.z)));
+      }
+      grids_.push_back(std::move(grid));
+    }
+    size_t wanted = 1 + random_() % 4;  // clusters at a time; more where these wait for others
+    int64_t idle = 0;
+    while (true) {
+      for (size_t g = 0; g < grids_.size(); ++g) {
+        Grid& grid = *grids_[g];
+        if (grid.launch.instead && !grid.done && (g == 0 || grids_[g - 1]->done)) {
+          grid.launch.instead();
+          grid.done = true;
+        }
+        while (clusters_.size() < wanted && can_begin(g) && grid.begun - grid.ended < grid.resident) begin(grid);
+      }
+      if (clusters_.empty()) break;
+      Cluster& cluster = *clusters_[random_() % clusters_.size()];
+      Warp& warp = any_warp(cluster);
+      bool came_on = false;
+      if (warp.state == Warp::kAtLastGrid) {
+        const size_t g = static_cast<size_t>(
+            std::find_if(grids_.begin(), grids_.end(), [&](const auto& grid) { return grid.get() == cluster.grid; }) -
+            grids_.begin());
+        if (g == 0 || grids_[g - 1]->done) warp.state = Warp::kReady;
+      }
+      if (warp.state == Warp::kReady) came_on = step(warp);
+      if (cluster.live_warps == 0) {
+        Grid& grid = *cluster.grid;
+        ++grid.ended;
+        if (grid.ended == grid.clusters) {
+          grid.done = true;
+          ++kernels;
+        }
+        std::erase_if(clusters_, [&](const auto& c) { return c.get() == &cluster; });
+        came_on = true;
+      }
+      if (!copies_.empty() && random_() % 4 == 0) perform_a_copy();
+      idle = came_on ? 0 : idle + 1;
+      int64_t warps = 0;
+      for (const auto& c : clusters_) warps += c->live_warps;
+      if (idle > 20 * warps + 200) {
+        idle = 0;
+        if (!copies_.empty()) {
+          perform_a_copy();
+        } else if (const size_t before = clusters_.size(); true) {
+          wanted = before + 1;
+          for (size_t g = 0; g < grids_.size(); ++g) {
+            if (can_begin(g) && grids_[g]->begun - grids_[g]->ended < grids_[g]->resident) {
+              begin(*grids_[g]);
+              break;
+            }
+          }
+          if (clusters_.size() == before) fail_all();
+        }
+      }
+    }
+  } catch (...) {
+    clusters_.clear();
+    grids_.clear();
+    copies_.clear();
+    queue_.clear();
+    throw;
+  }
+  grids_.clear();
+}
+
+}  // namespace emulator

@@ -1,0 +1,192 @@
+// What executes kernels: grids of clusters of CTAs of warps, with what goes on beside the instructions of a warp:
+// copies and products that end some time before they are waited for. When they end, and which warp goes on next, a seed
+// decides.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "program.h"
+
+namespace emulator {
+
+struct Dim {
+  uint32_t x = 1, y = 1, z = 1;
+  uint32_t axis(int i) const { return i == 0 ? x : i == 1 ? y : z; }
+};
+
+struct Cta;
+struct Cluster;
+struct Grid;
+class Machine;
+
+// Lanes that are at the same instruction.
+struct Group {
+  Mask lanes = 0;
+  int at = 0;
+  bool waits = false;  // for others of the warp to come to the same instruction
+  bool polls = false;  // came to a condition that did not hold
+};
+
+// A copy of cp.async, or a product, that is on its way.
+struct Pending {
+  int group = 0;  // of which it is, of its lane or warp
+  int lane = 0;
+  std::function<void()> perform;
+};
+
+struct Warp {
+  enum State { kReady, kAtBarrier, kAtCluster, kAtLastGrid, kDone };
+  Cta* cta = nullptr;
+  int index = 0;  // in the CTA
+  State state = kReady;
+  Mask live = 0;
+  std::vector<Group> groups;
+  std::vector<uint8_t> registers, local;
+  std::vector<Mask> predicates;
+  bool polls = false;  // the instruction came to a condition that did not hold
+  bool cluster_arrived = false;
+  uint32_t cluster_phase = 0;
+  std::vector<Pending> copies, products, stores;
+  int copy_groups[kLanes] = {};
+  int product_groups = 0;
+
+  template <typename T>
+  T* row(const Operand& o) {
+    return reinterpret_cast<T*>((o.constant ? const_cast<uint8_t*>(constants) : registers.data()) + o.at);
+  }
+  uint64_t address(const Operand& o, int lane) {
+    return o.kind == Operand::kRow64 ? row<uint64_t>(o)[lane] : row<uint32_t>(o)[lane];
+  }
+  Mask predicate(const Operand& o) const {
+    if (o.constant) {
+      Mask all;
+      std::memcpy(&all, constants + o.at, sizeof all);
+      return o.negated ? ~all : all;
+    }
+    return o.negated ? ~predicates[static_cast<size_t>(o.at)] : predicates[static_cast<size_t>(o.at)];
+  }
+  const uint8_t* constants = nullptr;
+};
+
+struct Barrier {
+  int arrived = 0, wanted = 0;  // threads; 0: all of the CTA that have not ended
+  std::vector<Warp*> waiting;
+};
+
+struct Cta {
+  Cluster* cluster = nullptr;
+  int rank = 0;  // in the cluster
+  Dim index;
+  std::unique_ptr<uint8_t[]> storage;
+  uint8_t* shared = nullptr;
+  std::vector<Warp> warps;
+  std::map<int, Barrier> barriers;
+  int live_warps = 0;
+  int on_their_way = 0;  // copies into its shared memory
+  bool lets_next_begin = false;
+};
+
+struct Cluster {
+  Grid* grid = nullptr;
+  int64_t index = 0;
+  std::vector<std::unique_ptr<Cta>> ctas;
+  int live_warps = 0, arrived = 0;
+  uint32_t phase = 0;
+};
+
+struct alignas(128) ParamLine {
+  uint8_t bytes[128];
+};
+
+struct Launch {
+  std::shared_ptr<const Program> program;
+  Dim grid, block, cluster;
+  int64_t shared_bytes = 0;  // dynamic
+  bool early = false;
+  std::vector<ParamLine> params;
+  uint8_t* param_data() { return params.data()->bytes; }
+  const uint8_t* param_data() const { return params.data()->bytes; }
+  std::function<void()> instead;  // of a kernel: a memset or a copy
+};
+
+struct Grid {
+  Launch launch;
+  int64_t shared_bytes = 0, clusters = 0, begun = 0, ended = 0;
+  int resident = 1;     // clusters that the GPU has room for
+  int64_t letting = 0;  // CTAs that let the next grid begin, or have ended
+  bool done = false;
+};
+
+// The kind of GPU.
+struct Gpu {
+  int architecture = 90, multiprocessors = 132, shared_per_block = 232448, shared_per_multiprocessor = 233472;
+};
+
+class Machine {
+ public:
+  static Machine& the();
+
+  Gpu gpu;
+  uint64_t seed = 0;
+  uint64_t kernels = 0, instructions = 0;  // that have run
+
+  // What kernels may read and write.
+  void allow(const void* data, int64_t bytes) {
+    if (bytes > 0) allowed_[reinterpret_cast<uint64_t>(data)] = bytes;
+  }
+  void forbid_all() { allowed_.clear(); }
+  void enqueue(Launch launch) { queue_.push_back(std::move(launch)); }
+  // Runs what has been enqueued, to its end. Throws std::runtime_error where a kernel does what is undefined.
+  void run();
+
+  // Of instructions.
+  uint8_t* shared_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align);
+  uint8_t* memory_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align);  // global, local or of the CTA
+  [[noreturn]] void fail(Warp& warp, const std::string& what) const;
+  bool at_once() { return mode_ == 0 || (mode_ == 2 && (random_() & 1) != 0); }
+  // A copy into shared memory of a CTA.
+  void later(Cta& to, std::function<void()> copy) {
+    if (at_once()) return copy();
+    ++to.on_their_way;
+    copies_.push_back([&to, copy = std::move(copy)] {
+      --to.on_their_way;
+      copy();
+    });
+  }
+  Cta& cta_of(Warp& warp, uint64_t address);  // of shared memory
+  void arrive_at_barrier(Warp& warp, int barrier, int threads, bool waits);
+  void arrive_at_cluster(Warp& warp);
+  void wait_for_cluster(Warp& warp);
+  void wait_for_last_grid(Warp& warp) { warp.state = Warp::kAtLastGrid; }
+  void let_next_begin(Warp& warp);
+
+ private:
+  [[noreturn]] void fail_all() const;
+  void begin(Grid& grid);
+  void end(Warp& warp);
+  void release(Barrier& barrier, const Cta& cta);
+  void release(Cluster& cluster);
+  Warp& any_warp(Cluster& cluster);
+  bool step(Warp& warp);  // whether it came on
+  void perform_a_copy();
+  bool can_begin(size_t grid) const;
+
+  std::deque<Launch> queue_;
+  std::vector<std::unique_ptr<Grid>> grids_;
+  std::vector<std::unique_ptr<Cluster>> clusters_;
+  std::vector<std::function<void()>> copies_;
+  std::map<uint64_t, int64_t> allowed_;
+  std::pair<uint64_t, uint64_t> last_{0, 0};
+  std::mt19937_64 random_;
+  int mode_ = 0;  // copies and products end at once (0), as late as they may (1), or either
+};
+
+}  // namespace emulator

@@ -1,0 +1,179 @@
+"""The emulator of CUDA kernels: it computes what PTX says, and stops where that is undefined (tests/emulator)."""
+
+import jax
+import numpy as np
+import pytest
+
+from jax_wonly import _selftest
+
+HEAD = """
+.version 8.0
+.target sm_90a
+.address_size 64
+.extern .shared .align 16 .b8 room[];
+.visible .entry kernel(.param .u64 x, .param .u64 y)
+{
+  .reg .pred %p<4>;
+  .reg .f32 %f<8>;
+  .reg .b32 %r<16>;
+  .reg .b64 %rd<8>;
+  mov.u32 %r0, %tid.x;
+  mul.wide.u32 %rd2, %r0, 4;
+  ld.param.u64 %rd0, [x];
+  add.s64 %rd0, %rd0, %rd2;
+  ld.param.u64 %rd1, [y];
+  add.s64 %rd1, %rd1, %rd2;
+  shl.b32 %r1, %r0, 2;
+  mov.u32 %r2, room;
+  add.s32 %r3, %r2, %r1;
+"""
+
+
+@pytest.fixture
+def run(emulated):
+    def call(body: str, x, y, *, threads=32, shared=0, seed=0):
+        emulated.set_seed(seed)
+        arrays = [(a.ctypes.data, a.nbytes) for a in (x, y)]
+        arguments = [address for address, _ in arrays]
+        emulated.run_ptx(f"{HEAD}{body}\n}}\n", "kernel", [1], threads, 1, shared, arguments, arrays)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("instruction", "expected"),
+    [
+        ("add.s32 %r5, %r4, 7;", lambda x: x + 7),
+        ("shr.s32 %r5, %r4, 3;", lambda x: x >> 3),
+        ("shr.u32 %r5, %r4, 40;", lambda x: x * 0),
+        ("mul.hi.u32 %r5, %r4, %r4;", lambda x: (x.astype(np.uint32).astype(np.uint64) ** 2 >> 32).astype(np.int32)),
+        ("max.s32 %r5, %r4, -5;", lambda x: np.maximum(x, -5)),
+        ("prmt.b32 %r5, %r4, %r4, 0x0123;", lambda x: x.byteswap()),
+        ("lop3.b32 %r5, %r4, 255, 170, 0xea;", lambda x: x & 255 | 170),
+        ("bfi.b32 %r5, 5, %r4, 4, 8;", lambda x: x & ~0xFF0 | 0x50),
+        ("shfl.sync.bfly.b32 %r5|%p1, %r4, 3, 31, -1;", lambda x: x[np.arange(32) ^ 3]),
+        ("shfl.sync.idx.b32 %r5|%p1, %r4, 9, 31, -1;", lambda x: x * 0 + x[9]),
+        ("shfl.sync.up.b32 %r5|%p1, %r4, 1, 0, -1;", lambda x: x[np.maximum(np.arange(32) - 1, 0)]),
+        ("setp.lt.s32 %p1, %r4, 0; selp.b32 %r5, 1, 2, %p1;", lambda x: np.where(x < 0, 1, 2)),
+        (
+            "mov.u32 %r5, 3; setp.lt.s32 %p1, %r4, 0; @!%p1 bra end; neg.s32 %r5, %r4; end:",
+            lambda x: np.where(x < 0, -x, 3),
+        ),
+        (
+            "cvt.rn.f32.s32 %f1, %r4; fma.rn.f32 %f1, %f1, 0f40000000, 0f3F800000; cvt.rzi.s32.f32 %r5, %f1;",
+            lambda x: x.astype(np.float32) * np.float32(2) + 1,
+        ),
+        ("cvt.s32.s8 %r5, %r4;", lambda x: x.astype(np.int8)),
+        ("{ .reg .b32 t; add.s32 t, %r4, 1; mov.b32 %r5, t; }", lambda x: x + 1),
+    ],
+)
+def test_instructions(run, rng, instruction, expected):
+    x = rng.integers(-(2**20), 2**20, 32, dtype=np.int32)
+    y = np.zeros(32, np.int32)
+    run(f"ld.global.u32 %r4, [%rd0]; {instruction} st.global.u32 [%rd1], %r5; ret;", x, y)
+    np.testing.assert_array_equal(y, expected(x).astype(np.int32))
+
+
+def test_half_precision(run, rng):
+    """Rounded once, subnormal numbers and all."""
+    bits = rng.integers(0, 0x7C00, (32, 2), dtype=np.uint16)
+    x, y = bits.view(np.float16), np.zeros((32, 2), np.float16)
+    run("ld.global.u32 %r4, [%rd0]; fma.rn.f16x2 %r5, %r4, 0x3c013c01, %r4; st.global.u32 [%rd1], %r5; ret;", x, y)
+    with np.errstate(over="ignore"):
+        exact = x.astype(np.float64) * np.uint16(0x3C01).view(np.float16) + x
+        np.testing.assert_array_equal(y, exact.astype(np.float16))
+
+
+EXCHANGE = """
+  ld.global.u32 %r4, [%rd0];
+  st.shared.u32 [%r3], %r4;
+  {barrier}
+  xor.b32 %r5, %r1, 128;
+  add.s32 %r5, %r2, %r5;
+  ld.shared.u32 %r6, [%r5];
+  st.global.u32 [%rd1], %r6;
+  ret;
+"""
+COPY = """
+  ld.param.u64 %rd3, [x];
+  setp.ne.s32 %p1, %r0, 0;
+  @%p1 bra there;
+  mbarrier.init.shared::cta.b64 [%r2], 1;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128;
+  add.s32 %r4, %r2, 128;
+  cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r4], [%rd3], {bytes}, [%r2];
+there:
+  bar.sync 0;
+  {wait}
+  ld.shared.u32 %r6, [%r3+128];
+  st.global.u32 [%rd1], %r6;
+  {leave}
+  ret;
+"""
+WAIT = "again: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r2], 0; @!%p2 bra again;"
+
+
+def test_threads_meet(run, rng):
+    x = rng.integers(0, 1000, 64, dtype=np.int32)
+    found = []
+    for barrier in "bar.sync 0;", "":
+        y = np.zeros(64, np.int32)
+        ok = True
+        for seed in range(20):
+            run(EXCHANGE.format(barrier=barrier), x, y, threads=64, shared=256, seed=seed)
+            ok &= np.array_equal(y, np.roll(x, 32))
+        found.append(ok)
+    assert found == [True, False]  # without the barrier one warp reads what the other has not written
+
+
+def test_copies_are_waited_for(run, rng):
+    x = rng.integers(0, 1000, 32, dtype=np.int32)
+    found = []
+    for wait in WAIT, "":
+        y = np.zeros(32, np.int32)
+        ok = True
+        for seed in range(20):
+            # Without the first wait the copy must still have come before the CTA ends.
+            body = COPY.format(bytes=128, wait=wait, leave="" if wait else WAIT)
+            run(body, x, y, shared=256, seed=seed)
+            ok &= np.array_equal(y, x)
+        found.append(ok)
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "shared", "message"),
+    [
+        ("ld.global.u32 %r4, [%rd0+4]; st.global.u32 [%rd1], %r4; ret;", 0, "128 bytes into one of 128"),
+        ("ld.global.u32 %r4, [%rd0+-4]; st.global.u32 [%rd1], %r4; ret;", 0, "memory that is nobody's"),
+        ("ld.global.u64 %rd4, [%rd0]; st.global.u64 [%rd1], %rd4; ret;", 0, "not aligned"),
+        ("st.shared.u32 [%r3+4], %r0; ret;", 128, "shared memory at 128 of 128"),
+        ("st.shared.u32 [%r3+2], %r0; ret;", 256, "not aligned"),
+        ("bar.sync 1, 64; ret;", 0, "nothing comes on any more"),
+        ("bar.arrive 1, 64; ret;", 0, "with threads at barrier 1"),
+        ("setp.lt.s32 %p1, %r0, 4; @%p1 bra end; bar.sync 0; end: bar.sync 0; ret;", 0, "wait for each other"),
+        ("setp.lt.s32 %p1, %r0, 4; @%p1 bar.sync 0; ret;", 0, "lanes that are not all here"),
+        (WAIT + "ret;", 16, "was not initialised"),
+        (COPY.format(bytes=112, wait=WAIT, leave=""), 256, "nothing comes on any more"),
+        (COPY.format(bytes=128, wait="", leave=""), 256, "copies on their way"),
+        (COPY.format(bytes=144, wait=WAIT, leave=""), 512, "memory that is nobody's"),
+        ("trap;", 0, "trap"),
+        ("frobnicate.u32 %r4, %r5; ret;", 0, "not known: frobnicate.u32"),
+    ],
+)
+def test_faults(run, rng, body, shared, message):
+    x, y = rng.integers(0, 9, 32, dtype=np.int32), np.zeros(32, np.int32)
+    with pytest.raises(RuntimeError, match=message):
+        for seed in range(6):
+            run(body, x, y, shared=shared, seed=seed)
+
+
+@pytest.mark.parametrize("target", list(_selftest.CASES))
+def test_kernels(emulated, seed, target):
+    """What ``doctor`` runs on a GPU."""
+    before, _ = emulated.counts()
+    with _selftest.compilers() as pool:
+        prepared = _selftest.prepare(target, "cuda", jax.devices()[0], seed, pool)
+        for outcome in _selftest.run_cases(prepared, [("", lambda: None)]):
+            assert outcome.ok, outcome.failures
+    assert emulated.counts()[0] > before
