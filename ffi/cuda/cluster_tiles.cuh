@@ -23,7 +23,9 @@ constexpr int kNoteBytes = 64;
 constexpr int kStagedStride = kTileN + 4;  // floats of a row, so that no two lanes share a bank
 
 // The ring of a CTA, at the beginning of its shared memory: a stage is full when its copies and those who `fill` it
-// have come, and empty when all warps that multiply, in all CTAs of the cluster, have read it.
+// have come, and empty when all warps that multiply, in all CTAs of the cluster, have read it. Whoever waits for an
+// empty stage must be waited for by that stage too: others that went on without it would soon be a phase further than
+// it can tell.
 template <int kStages, int kStageBytes>
 struct Ring {
   uint64_t* full;
@@ -40,12 +42,12 @@ struct Ring {
     static_assert(kStages * (16 + kNoteBytes) <= kBarrierBytes);
   }
 
-  // All threads of the cluster; `fillers` warps fill a stage besides the copies. They see what the others of their CTA
-  // wrote before. Until `meet` nothing may come to the other CTA.
-  __device__ void init(int fillers, int ctas) {
+  // All threads of the cluster; for each stage `copiers` threads expect copies, and `fillers` warps fill it besides.
+  // They see what the others of their CTA wrote before. Until `meet` nothing may come to the other CTA.
+  __device__ void init(int copiers, int fillers, int ctas) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
-        ptx::barrier_init(full + i, 1 + fillers * ptx::kArrivals);
+        ptx::barrier_init(full + i, copiers + fillers * ptx::kArrivals);
         ptx::barrier_init(empty + i, ctas * kWarpgroups * 4 * ptx::kArrivals);
       }
       ptx::barrier_init_fence();

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
     return tile;
   };
 
-  ring.init(S::kGatherWarps, kCluster);
+  ring.init(1, S::kGatherWarps, kCluster);
   ring.meet();
 
   if (warp >= kWarpgroups * 4) {

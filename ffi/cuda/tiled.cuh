@@ -158,7 +158,7 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
     ring.wait_empty();
     if (activations && ptx::elect_one()) *ring.template note<typename S::Source::Tile>() = tile;
     if (tile.weights < 0) {  // an empty stage
-      if (activations && ptx::elect_one()) ptx::barrier_arrive(ring.filled());
+      if (ptx::elect_one()) ptx::barrier_arrive(ring.filled());
       ring.advance();
       continue;
     }
@@ -172,7 +172,7 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
       for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
         ring.wait_empty();
         if (!ptx::elect_one()) continue;
-        ptx::barrier_expect(ring.filled(), x_bytes + strips.count * strips.bytes(walk.stage));
+        ptx::barrier_expect(ring.filled(), x_bytes);
         source.copy(ring.stage(), &x_map, copies, walk, x_batch, ring.filled());
       }
     } else {
@@ -184,6 +184,7 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
         if (ptx::elect_one()) {
           uint8_t* const to = ring.stage() + S::kXBytes;
           const int bytes = strips.bytes(walk.stage);
+          ptx::barrier_expect(ring.filled(), strips.count * bytes);  // none beyond the last output
 #pragma unroll
           for (int i = 0; i < kWarpgroups; ++i) {
             if (i < strips.count)
@@ -214,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const Source source(params.source, args, shared + S::kSourceAt);
   const int ctas = source.ctas(), rank = blockIdx.x & (ctas - 1);
-  ring.init(kAffineWarps, ctas);
+  ring.init(2, kAffineWarps, ctas);
   const int64_t count = source.count();
 
   if (warp >= kWarpgroups * 4) {
