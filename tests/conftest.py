@@ -51,6 +51,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if _EMULATED is not None and item.get_closest_marker("device"):
+            item.add_marker(pytest.mark.skip(reason="kernels are emulated here"))
     if os.environ.get(_ALL_CASES):
         return
     test_of = {item: item.nodeid.split("[")[0] for item in items}

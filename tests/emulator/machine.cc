@@ -233,6 +233,9 @@ void Machine::begin(Grid& grid) {
     cluster->live_warps += warps;
     cluster->ctas.push_back(std::move(cta));
   }
+  for (const auto& cta : cluster->ctas) {
+    for (Warp& warp : cta->warps) warp.priority = static_cast<int64_t>(random_() >> 2);
+  }
   clusters_.push_back(std::move(cluster));
 }
 
@@ -284,15 +287,29 @@ void meet(Warp& warp) {
 
 }  // namespace
 
-// One that may go on, of those behind a random one, or any.
-Warp& Machine::any_warp(Cluster& cluster) {
+Warp* Machine::next_warp() {
+  const auto may_go_on = [](const Warp& warp) { return warp.state == Warp::kReady || warp.state == Warp::kAtLastGrid; };
+  Warp* next = nullptr;
+  if (by_priority_) {
+    for (const auto& cluster : clusters_) {
+      for (const auto& cta : cluster->ctas) {
+        for (Warp& warp : cta->warps) {
+          if (may_go_on(warp) && random_() % 256 == 0) warp.priority = static_cast<int64_t>(random_() >> 2);
+          if (may_go_on(warp) && (next == nullptr || warp.priority > next->priority)) next = &warp;
+        }
+      }
+    }
+    return next;
+  }
+  // Of a random cluster the first from a random one on.
+  const Cluster& cluster = *clusters_[random_() % clusters_.size()];
   const size_t each = cluster.ctas[0]->warps.size(), all = cluster.ctas.size() * each, first = random_() % all;
-  for (size_t i = 0; i < all; ++i) {
+  for (size_t i = 0; i < all && next == nullptr; ++i) {
     const size_t at = (first + i) % all;
     Warp& warp = cluster.ctas[at / each]->warps[at % each];
-    if (warp.state == Warp::kReady || warp.state == Warp::kAtLastGrid) return warp;
+    if (may_go_on(warp)) next = &warp;
   }
-  return cluster.ctas[0]->warps[0];
+  return next;
 }
 
 bool Machine::step(Warp& warp) {
@@ -361,6 +378,7 @@ bool Machine::step(Warp& warp) {
     if (warp.groups.size() > 1) meet(warp);
   }
   instructions += static_cast<uint64_t>(done);
+  if (instructions - before_ > kMost) fail(warp, "an endless loop");
   return !polled || done > 8;  // a poll is shorter
 }
 
@@ -394,79 +412,89 @@ class NumbersAsTheyAre {
 
 }  // namespace
 
+bool Machine::go_on(Warp& warp) {
+  Cluster& cluster = *warp.cta->cluster;
+  Grid& grid = *cluster.grid;
+  if (warp.state == Warp::kAtLastGrid) {
+    const auto here = std::find_if(grids_.begin(), grids_.end(), [&](const auto& g) { return g.get() == &grid; });
+    if (here == grids_.begin() || (*std::prev(here))->done) warp.state = Warp::kReady;
+  }
+  const bool came_on = warp.state == Warp::kReady && step(warp);
+  if (!came_on) warp.priority = --lowest_;
+  if (cluster.live_warps == 0) {
+    if (++grid.ended == grid.clusters) {
+      grid.done = true;
+      ++kernels;
+    }
+    std::erase_if(clusters_, [&](const auto& c) { return c.get() == &cluster; });
+  }
+  return came_on;
+}
+
+bool Machine::begin_a_cluster() {
+  for (size_t g = 0; g < grids_.size(); ++g) {
+    if (can_begin(g) && grids_[g]->begun - grids_[g]->ended < grids_[g]->resident) {
+      begin(*grids_[g]);
+      return true;
+    }
+  }
+  return false;
+}
+
+void Machine::make_grids() {
+  while (!queue_.empty()) {
+    auto grid = std::make_unique<Grid>();
+    grid->launch = std::move(queue_.front());
+    queue_.pop_front();
+    const Launch& launch = grid->launch;
+    if (launch.program) {
+      const Dim size = launch.cluster;
+      grid->clusters = int64_t{launch.grid.x / size.x} * (launch.grid.y / size.y) * (launch.grid.z / size.z);
+      grid->shared_bytes = launch.program->static_shared + launch.shared_bytes;
+      const int64_t threads = int64_t{launch.block.x} * launch.block.y * launch.block.z;
+      const int64_t ctas =
+          std::min<int64_t>(2048 / threads, gpu.shared_per_multiprocessor / (grid->shared_bytes + 1024));
+      const int64_t clusters = std::max<int64_t>(ctas, 1) * gpu.multiprocessors / (int64_t{size.x} * size.y * size.z);
+      grid->resident = static_cast<int>(std::max<int64_t>(clusters, 1));
+    }
+    grids_.push_back(std::move(grid));
+  }
+}
+
 void Machine::run() {
   const NumbersAsTheyAre numbers;
+  before_ = instructions;
   random_.seed(seed);
   mode_ = static_cast<int>(seed % 3);
+  by_priority_ = seed / 3 % 2 == 1;
   last_ = {0, 0};
   try {
-    while (!queue_.empty()) {
-      auto grid = std::make_unique<Grid>();
-      grid->launch = std::move(queue_.front());
-      queue_.pop_front();
-      const Launch& launch = grid->launch;
-      if (launch.program) {
-        const Dim size = launch.cluster;
-        grid->clusters = int64_t{launch.grid.x / size.x} * (launch.grid.y / size.y) * (launch.grid.z / size.z);
-        grid->shared_bytes = launch.program->static_shared + launch.shared_bytes;
-        const int64_t threads = int64_t{launch.block.x} * launch.block.y * launch.block.z;
-        const int64_t each = std::max<int64_t>(
-            1, std::min<int64_t>(2048 / threads, gpu.shared_per_multiprocessor / (grid->shared_bytes + 1024)));
-        grid->resident =
-            static_cast<int>(std::max<int64_t>(1, each * gpu.multiprocessors / (int64_t{size.x} * size.y * size.z)));
-      }
-      grids_.push_back(std::move(grid));
-    }
+    make_grids();
     size_t wanted = 1 + random_() % 4;  // clusters at a time; more where these wait for others
     int64_t idle = 0;
     while (true) {
       for (size_t g = 0; g < grids_.size(); ++g) {
-        Grid& grid = *grids_[g];
-        if (grid.launch.instead && !grid.done && (g == 0 || grids_[g - 1]->done)) {
-          grid.launch.instead();
-          grid.done = true;
+        if (grids_[g]->launch.instead && !grids_[g]->done && (g == 0 || grids_[g - 1]->done)) {
+          grids_[g]->launch.instead();
+          grids_[g]->done = true;
         }
-        while (clusters_.size() < wanted && can_begin(g) && grid.begun - grid.ended < grid.resident) begin(grid);
+      }
+      while (clusters_.size() < wanted && begin_a_cluster()) {
       }
       if (clusters_.empty()) break;
-      Cluster& cluster = *clusters_[random_() % clusters_.size()];
-      Warp& warp = any_warp(cluster);
-      bool came_on = false;
-      if (warp.state == Warp::kAtLastGrid) {
-        const size_t g = static_cast<size_t>(
-            std::find_if(grids_.begin(), grids_.end(), [&](const auto& grid) { return grid.get() == cluster.grid; }) -
-            grids_.begin());
-        if (g == 0 || grids_[g - 1]->done) warp.state = Warp::kReady;
-      }
-      if (warp.state == Warp::kReady) came_on = step(warp);
-      if (cluster.live_warps == 0) {
-        Grid& grid = *cluster.grid;
-        ++grid.ended;
-        if (grid.ended == grid.clusters) {
-          grid.done = true;
-          ++kernels;
-        }
-        std::erase_if(clusters_, [&](const auto& c) { return c.get() == &cluster; });
-        came_on = true;
-      }
+      Warp* const next = next_warp();
+      idle = next != nullptr && go_on(*next) ? 0 : idle + 1;
       if (!copies_.empty() && random_() % 4 == 0) perform_a_copy();
-      idle = came_on ? 0 : idle + 1;
       int64_t warps = 0;
-      for (const auto& c : clusters_) warps += c->live_warps;
-      if (idle > 20 * warps + 200) {
-        idle = 0;
-        if (!copies_.empty()) {
-          perform_a_copy();
-        } else if (const size_t before = clusters_.size(); true) {
-          wanted = before + 1;
-          for (size_t g = 0; g < grids_.size(); ++g) {
-            if (can_begin(g) && grids_[g]->begun - grids_[g]->ended < grids_[g]->resident) {
-              begin(*grids_[g]);
-              break;
-            }
-          }
-          if (clusters_.size() == before) fail_all();
-        }
+      for (const auto& cluster : clusters_) warps += cluster->live_warps;
+      if (idle <= 20 * warps + 200) continue;
+      idle = 0;
+      if (!copies_.empty()) {
+        perform_a_copy();
+      } else if (begin_a_cluster()) {
+        wanted = clusters_.size();
+      } else {
+        fail_all();
       }
     }
   } catch (...) {

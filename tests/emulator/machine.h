@@ -47,6 +47,7 @@ struct Warp {
   Cta* cta = nullptr;
   int index = 0;  // in the CTA
   State state = kReady;
+  int64_t priority = 0;
   Mask live = 0;
   std::vector<Group> groups;
   std::vector<uint8_t> registers, local;
@@ -135,6 +136,8 @@ class Machine {
   static Machine& the();
 
   Gpu gpu;
+  Fault fault;  // of kernels that are decoded from now on
+  uint64_t faulty_kernels = 0;
   uint64_t seed = 0;
   uint64_t kernels = 0, instructions = 0;  // that have run
 
@@ -170,12 +173,15 @@ class Machine {
 
  private:
   [[noreturn]] void fail_all() const;
+  void make_grids();  // of the queue
   void begin(Grid& grid);
+  bool begin_a_cluster();
   void end(Warp& warp);
   void release(Barrier& barrier, const Cta& cta);
   void release(Cluster& cluster);
-  Warp& any_warp(Cluster& cluster);
-  bool step(Warp& warp);  // whether it came on
+  Warp* next_warp();
+  bool go_on(Warp& warp);  // whether it came on
+  bool step(Warp& warp);
   void perform_a_copy();
   bool can_begin(size_t grid) const;
 
@@ -186,6 +192,10 @@ class Machine {
   std::map<uint64_t, int64_t> allowed_;
   std::pair<uint64_t, uint64_t> last_{0, 0};
   std::mt19937_64 random_;
+  static constexpr uint64_t kMost = 1'000'000'000;  // instructions of a run
+  uint64_t before_ = 0;                             // those that had run when it began
+  bool by_priority_ = false;                        // the warp with the highest goes on, until it waits; otherwise any
+  int64_t lowest_ = 0;                              // priority so far
   int mode_ = 0;  // copies and products end at once (0), as late as they may (1), or either
 };
 

@@ -92,7 +92,7 @@ void run_ptx(const std::string& ptx, const std::string& name, std::vector<uint32
   machine.forbid_all();
   for (const auto& [address, bytes] : arrays) machine.allow(reinterpret_cast<const void*>(address), bytes);
   Launch launch;
-  launch.program = decode(ptx, name);
+  launch.program = decode(ptx, name, {});
   grid.resize(3, 1);
   launch.grid = {grid[0], grid[1], grid[2]};
   launch.block = {threads, 1, 1};
@@ -117,6 +117,9 @@ NB_MODULE(_emulated, m) {
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "As of _cuda.");
   m.def("set_seed", [](uint64_t seed) { Machine::the().seed = seed; }, "Of the order in which things happen.");
   m.def(
+      "leave_out", [](std::string name, int number) { Machine::the().fault = {std::move(name), number}; },
+      "From now on kernels lack the instruction of this number among those whose name begins so; -1: none.");
+  m.def(
       "set_gpu",
       [](int architecture, int multiprocessors, int shared_per_block, int shared_per_multiprocessor) {
         Machine::the().gpu = {architecture, multiprocessors, shared_per_block, shared_per_multiprocessor};
@@ -124,6 +127,7 @@ NB_MODULE(_emulated, m) {
       "The kind of GPU, before the first call: 10 * major + minor, and bytes of shared memory.");
   m.def("run_ptx", &emulator::run_ptx, "ptx, name, grid, threads, cluster, shared, arguments, arrays");
   m.def(
-      "counts", [] { return nb::make_tuple(Machine::the().kernels, Machine::the().instructions); },
-      "Kernels that have run, and instructions of warps.");
+      "counts",
+      [] { return nb::make_tuple(Machine::the().kernels, Machine::the().instructions, Machine::the().faulty_kernels); },
+      "Kernels that have run, instructions of warps, and kernels that were decoded without an instruction.");
 }

@@ -68,7 +68,10 @@ struct Scope {
 
 class Decoder {
  public:
-  Decoder(const std::string& ptx, const std::string& name) : text_(without_comments(ptx)) { program_.name = name; }
+  Decoder(const std::string& ptx, const std::string& name, const Fault& fault)
+      : text_(without_comments(ptx)), fault_(fault) {
+    program_.name = name;
+  }
 
   Program run() {
     scopes_.emplace_back();
@@ -288,6 +291,11 @@ class Decoder {
     }
     const size_t name_end = std::min(text.find(' '), text.size());
     const std::string name = text.substr(0, name_end), rest = trimmed(text.substr(name_end));
+    if (fault_.number >= 0 && name.rfind(fault_.name, 0) == 0 && left_out_++ == fault_.number) {
+      program_.lacks_one = true;
+      if (name.find("try_wait") != name.npos) statement("mov.pred " + split(rest)[0] + ", 1", scope, end_label);
+      return;
+    }
     if (name == "call.uni" || name == "call") return call(rest, scope);
     if (name.rfind("bra", 0) == 0 && (name == "bra" || name == "bra.uni")) {
       instruction.kind = Kind::kBranch;
@@ -700,6 +708,8 @@ class Decoder {
   }
 
   const std::string text_;
+  const Fault fault_;
+  int left_out_ = 0;
   Program program_;
   std::vector<Scope> scopes_;
   std::vector<Variable> variables_;
@@ -715,8 +725,8 @@ class Decoder {
 
 }  // namespace
 
-std::shared_ptr<const Program> decode(const std::string& ptx, const std::string& name) {
-  return std::make_shared<const Program>(Decoder(ptx, name).run());
+std::shared_ptr<const Program> decode(const std::string& ptx, const std::string& name, const Fault& fault) {
+  return std::make_shared<const Program>(Decoder(ptx, name, fault).run());
 }
 
 }  // namespace emulator

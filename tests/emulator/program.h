@@ -62,10 +62,18 @@ struct Program {
   int64_t local_bytes = 0;     // of a lane
   int64_t static_shared = 0;   // bytes, before the dynamic shared memory
   int predicates = 0;
+  bool lacks_one = false;  // an instruction: Fault
+};
+
+// An instruction that is not there: the one of this number among those whose name begins so, in every kernel. A
+// try_wait succeeds at once.
+struct Fault {
+  std::string name;
+  int number = -1;
 };
 
 // Decodes the kernel `name` of a PTX module. Throws std::runtime_error where the text has what is not known.
-std::shared_ptr<const Program> decode(const std::string& ptx, const std::string& name);
+std::shared_ptr<const Program> decode(const std::string& ptx, const std::string& name, const Fault& fault);
 
 // What an operation does (instructions.cc). A letter for each operand: w and d are rows of 32 and 64 bits, p is a
 // predicate, a an address of either size, x anything. Results that are read too are in capitals.

@@ -23,6 +23,7 @@ struct Kernel {
   const std::vector<std::string>* modules;
   std::string name;
   std::shared_ptr<const Program> program;
+  Fault fault;  // of the program
 };
 
 // What objects register before main.
@@ -32,10 +33,14 @@ std::map<const void*, Kernel>& kernels() {
 }
 
 const Program& program_of(Kernel& kernel) {
-  if (!kernel.program) {
+  const Fault& fault = Machine::the().fault;
+  if (!kernel.program || kernel.fault.name != fault.name || kernel.fault.number != fault.number) {
+    kernel.program.reset();
+    kernel.fault = fault;
     for (const std::string& module : *kernel.modules) {
-      if (module.find(kernel.name) != std::string::npos) kernel.program = decode(module, kernel.name);
+      if (module.find(kernel.name) != std::string::npos) kernel.program = decode(module, kernel.name, fault);
     }
+    if (kernel.program && kernel.program->lacks_one) ++Machine::the().faulty_kernels;
     if (!kernel.program) throw std::runtime_error("emulator: no PTX of " + kernel.name);
   }
   return *kernel.program;
@@ -191,7 +196,7 @@ void __cudaUnregisterFatBinary(void**) {}
 void __cudaInitModule(void**) {}
 void __cudaRegisterFunction(void** handle, const char* function, char*, const char* name, int, uint3*, uint3*, dim3*,
                             dim3*, int*) {
-  kernels()[function] = {reinterpret_cast<std::vector<std::string>*>(handle), name, nullptr};
+  kernels()[function] = {reinterpret_cast<std::vector<std::string>*>(handle), name, nullptr, {}};
 }
 
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {

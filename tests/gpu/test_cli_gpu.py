@@ -10,7 +10,7 @@ import jax_wonly as jw
 from jax_wonly._timing import Calls
 from jax_wonly.cli import main
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
 
 def test_doctor(tmp_path):

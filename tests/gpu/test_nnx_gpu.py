@@ -33,6 +33,7 @@ assert after <= dense - count * layer + report.bytes_after + 2**22, (after, dens
 """
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("bits", [4, 8])
 def test_peak_memory_is_the_dense_model_and_one_layer(bits):
     # In a process of its own, for the peak is that since its start.

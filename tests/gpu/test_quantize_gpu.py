@@ -62,6 +62,7 @@ def test_leading_axes_and_vmap(rng, mode):
 
 
 @pytest.mark.slow
+@pytest.mark.device
 @pytest.mark.parametrize("mode", MODES)
 def test_a_large_weight(rng, mode):
     """More tiles than threads of one launch, against the CPU's codes."""
