@@ -177,3 +177,25 @@ def test_kernels(emulated, seed, target):
         for outcome in _selftest.run_cases(prepared, [("", lambda: None)]):
             assert outcome.ok, outcome.failures
     assert emulated.counts()[0] > before
+
+
+@pytest.mark.parametrize("wait", ["bar.sync", "barrier.cluster.wait", "mbarrier.try_wait", "wgmma.wait_group"])
+def test_missing_waits_show(emulated, seed, wait):
+    """Kernels without one of their waits: some order of events gives other results, or comes to a fault."""
+
+    def shows(number: int) -> bool:
+        emulated.leave_out(wait, number)
+        for order in (1, 4, 2, 5):  # late copies and products, or late by chance
+            emulated.set_seed(order)
+            outcomes = _selftest.run_cases(prepared, [("", lambda: None)])
+            if any(outcome.failures for outcome in outcomes):
+                return True
+        return False
+
+    with _selftest.compilers() as pool:
+        prepared = _selftest.prepare("wonly_ragged_matmul_v1", "cuda", jax.devices()[0], seed, pool)
+        try:
+            assert any(shows(number) for number in (2, 3, 1, 0))
+        finally:
+            emulated.leave_out("", -1)
+    assert not any(outcome.failures for outcome in _selftest.run_cases(prepared, [("", lambda: None)]))
