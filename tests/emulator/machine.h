@@ -126,7 +126,7 @@ struct Grid {
   bool done = false;
 };
 
-// The kind of GPU.
+// An H100.
 struct Gpu {
   int architecture = 90, multiprocessors = 132, shared_per_block = 232448, shared_per_multiprocessor = 233472;
 };

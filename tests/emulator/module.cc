@@ -21,7 +21,8 @@ namespace xla::ffi {
 template <>
 struct CtxDecoding<PlatformStream<cudaStream_t>> {
   using Type = cudaStream_t;
-  static std::optional<Type> Decode(const XLA_FFI_Api*, XLA_FFI_InvokeContext*, DiagnosticEngine&) {
+  template <typename Context>  // whose name depends on the version
+  static std::optional<Type> Decode(const XLA_FFI_Api*, Context*, DiagnosticEngine&) {
     return cudaStream_t{};
   }
 };
@@ -119,12 +120,6 @@ NB_MODULE(_emulated, m) {
   m.def(
       "leave_out", [](std::string name, int number) { Machine::the().fault = {std::move(name), number}; },
       "From now on kernels lack the instruction of this number among those whose name begins so; -1: none.");
-  m.def(
-      "set_gpu",
-      [](int architecture, int multiprocessors, int shared_per_block, int shared_per_multiprocessor) {
-        Machine::the().gpu = {architecture, multiprocessors, shared_per_block, shared_per_multiprocessor};
-      },
-      "The kind of GPU, before the first call: 10 * major + minor, and bytes of shared memory.");
   m.def("run_ptx", &emulator::run_ptx, "ptx, name, grid, threads, cluster, shared, arguments, arrays");
   m.def(
       "counts",

@@ -186,6 +186,7 @@ class Decoder {
       const Array array = array_of(statement);
       if (std::find(all.begin(), all.end(), ".extern") != all.end()) {
         dynamic_shared_.insert(array.name);
+        dynamic_align_ = std::max(dynamic_align_, array.align);
       } else {
         place_shared(array);
       }
@@ -278,7 +279,7 @@ class Decoder {
       const Array array = array_of(text);
       const int64_t at = (program_.local_bytes + 15) / 16 * 16;
       locals_[array.name] = at;
-      program_.local_bytes = at + array.bytes;
+      program_.local_bytes = (at + array.bytes + 15) / 16 * 16;
       return;
     }
     if (text[0] == '.') return;  // .pragma, .loc, .param
@@ -376,17 +377,21 @@ class Decoder {
     if (list[0] == '{') list = list.substr(1, list.size() - 2);
     const std::vector<std::string> values = split(list);
     const int64_t size = size_of(name.substr(name.rfind('.')));
-    if (values.size() != 1) fail("not known: " + instruction.text);
-    const std::string key = passed_name(base, scope) + "+" + std::to_string(offset_of(inside));
-    const auto [variable, created] = passed_.try_emplace(key, 0);
-    if (created) variable->second = new_variable(size == 8 ? Operand::kRow64 : Operand::kRow32);
-    const Operand param{variables_[variable->second].kind, false, false, variable->second};
     const Opcode opcode = find_opcode(size == 8 ? "mov.b64" : "mov.b32", {1, 1});
-    instruction.run = opcode.run;
     const char letter = size == 8 ? 'd' : 'w';
-    instruction.operands = store ? std::vector<Operand>{param, source(values[0], letter, scope)}
-                                 : std::vector<Operand>{source(values[0], letter, scope), param};
-    note(1, 0);
+    for (size_t i = 0; i < values.size(); ++i) {
+      const int64_t offset = offset_of(inside) + static_cast<int64_t>(i) * size;
+      const std::string key = passed_name(base, scope) + "+" + std::to_string(offset);
+      const auto [variable, created] = passed_.try_emplace(key, 0);
+      if (created) variable->second = new_variable(size == 8 ? Operand::kRow64 : Operand::kRow32);
+      const Operand param{variables_[variable->second].kind, false, false, variable->second};
+      const bool wider = store && size < 8 && is_wide(values[i], scope);
+      const Operand value = source(wider ? low_half(values[i], scope) : values[i], letter, scope);
+      instruction.run = opcode.run;
+      instruction.operands = store ? std::vector<Operand>{param, value} : std::vector<Operand>{value, param};
+      note(1, 0);
+      if (i + 1 < values.size()) program_.code.push_back(instruction);
+    }
     return true;
   }
 
@@ -410,13 +415,16 @@ class Decoder {
     instruction.kind = opcode.kind;
     instruction.number = opcode.number;
     if (name.rfind("cvt.", 0) == 0 && opcode.sources == "w") {
-      const int from = find_register(flat.back(), scope);
       // Of a wider register the low bits are converted.
-      if (from >= 0 && variables_[from].kind == Operand::kRow64) flat.back() = low_half(flat.back(), scope);
+      if (is_wide(flat.back(), scope)) flat.back() = low_half(flat.back(), scope);
+    }
+    if (name.rfind("st.", 0) == 0) {  // likewise, of a wider register the low bits are stored
+      for (size_t i = 0; i < flat.size(); ++i) {
+        if (letters[i] == 'w' && is_wide(flat[i], scope)) flat[i] = low_half(flat[i], scope);
+      }
     }
     if (name.rfind("ld.", 0) == 0 && opcode.results == "w") {
-      const int to = find_register(flat[0], scope);
-      if (to >= 0 && variables_[to].kind == Operand::kRow64) {  // which the number is extended to
+      if (is_wide(flat[0], scope)) {  // which the number is extended to
         const std::string low = low_name(flat[0], scope);
         widened_ = flat[0] + ", " + low;
         flat[0] = low;
@@ -476,6 +484,10 @@ class Decoder {
       if (const auto found = scopes_[s].registers.find(name); found != scopes_[s].registers.end()) return found->second;
     }
     return -1;
+  }
+  bool is_wide(const std::string& name, int scope) const {
+    const int variable = find_register(name, scope);
+    return variable >= 0 && variables_[variable].kind == Operand::kRow64;
   }
   int find_label(int scope, const std::string& name) const {
     for (int s = scope; s >= 0; s = scopes_[s].parent) {
@@ -689,8 +701,10 @@ class Decoder {
       if (is_variable(instruction.guard)) instruction.guard.at = row[instruction.guard.at];
     }
     for (Special& special : program_.specials) special.row.at = row[special.row.at];
-    // Dynamic shared memory begins behind what is static, where 1024 bytes are: as every kernel here wants it.
-    program_.static_shared = (program_.static_shared + 1023) / 1024 * 1024;
+    // Dynamic shared memory begins behind what is static.
+    if (!dynamic_rows_.empty()) {
+      program_.static_shared = (program_.static_shared + dynamic_align_ - 1) / dynamic_align_ * dynamic_align_;
+    }
     for (const Operand& operand : dynamic_rows_) fill(operand, static_cast<uint64_t>(program_.static_shared));
   }
 
@@ -717,6 +731,7 @@ class Decoder {
   std::vector<std::pair<int, int>> notes_;  // of instructions: results, and how many of those are read too
   std::map<std::string, int64_t> params_, shared_, locals_;
   std::set<std::string> dynamic_shared_;
+  int64_t dynamic_align_ = 1;
   std::vector<Operand> dynamic_rows_;
   std::map<std::string, int> passed_;
   std::string widened_;  // operands of the conversion that the instruction is to be followed by

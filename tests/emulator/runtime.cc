@@ -92,7 +92,7 @@ cudaError_t enqueue(const void* function, Dim grid, Dim block, Dim cluster, size
   const int64_t threads = int64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > 1024 || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 ||
       grid.x % cluster.x != 0 || grid.y % cluster.y != 0 || grid.z % cluster.z != 0 ||
-      launch.shared_bytes + kernel.program->static_shared > gpu.shared_per_block + 1024) {
+      launch.shared_bytes + kernel.program->static_shared > gpu.shared_per_block) {
     return cudaErrorInvalidConfiguration;
   }
   Machine::the().enqueue(std::move(launch));
