@@ -3,10 +3,13 @@
 Linked without kernels; what launches those of ragged products is there, too, which may say that one does not fit.
 """
 
+import fcntl
 import math
+import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -39,20 +42,21 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def dispatcher(tmp_path_factory):
-    """Calls ``dispatcher(gpu, lines)``, which gives a kernel with its configuration for every line."""
-    folder = tmp_path_factory.mktemp("dispatcher")
+def build(folder: Path) -> Path:
     subprocess.run([sys.executable, FFI / "cuda" / "costs.py", folder], check=True)
     nvcc = ["nvcc", "-std=c++17", "-O0", "-I", FFI, "-I", folder, "-Xcompiler", "-ffunction-sections"]
-    host = [FFI / "cuda" / f"{name}.cu" for name in SOURCES] + [Path(__file__).with_name("dispatcher.cc")]
-    objects = [folder / f"{source.stem}.o" for source in host]
-    for source, to in zip(host, objects, strict=True):
-        subprocess.run([*nvcc, "-x", "c++", "-c", source, "-o", to], check=True)
     quick = ["--expt-relaxed-constexpr", "-arch=sm_80", "-Xcicc", "-O0", "-Xptxas", "-O0"]
-    for name in KERNELS:
-        objects.append(folder / f"{name}.o")
-        subprocess.run([*nvcc, *quick, "-c", FFI / "cuda" / f"{name}.cu", "-o", objects[-1]], check=True)
+    sources = {Path(__file__).with_name("dispatcher.cc"): ["-x", "c++"]}
+    sources |= {FFI / "cuda" / f"{name}.cu": ["-x", "c++"] for name in SOURCES}
+    sources |= {FFI / "cuda" / f"{name}.cu": quick for name in KERNELS}
+
+    def compile_one(source: Path) -> Path:
+        to = folder / f"{source.stem}.o"
+        subprocess.run([*nvcc, *sources[source], "-c", source, "-o", to], check=True)
+        return to
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
     # Without the functions that are not called, as the kernels are not there that those launch.
     wrapped = ["cudaGetDevice", "cudaDeviceGetAttribute", "cudaFuncGetAttributes", "cudaFuncSetAttribute"]
     wrapped += ["cudaLaunchKernelExC", "__cudaRegisterFunction"]
@@ -60,6 +64,21 @@ def dispatcher(tmp_path_factory):
     linked = [flag for option in options for flag in ("-Xlinker", option)]
     program = folder / "dispatcher"
     subprocess.run(["nvcc", *linked, *objects, "-o", program], check=True)
+    return program
+
+
+@pytest.fixture(scope="module")
+def dispatcher(tmp_path_factory):
+    """Calls ``dispatcher(gpu, lines)``, which gives a kernel with its configuration for every line."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root  # one for all workers
+    folder = root / "dispatcher"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        program = folder / "dispatcher"
+        if not program.exists():
+            build(folder)
 
     def run(gpu, lines) -> list[tuple]:
         text = "\n".join(" ".join(map(str, line)) for line in lines)

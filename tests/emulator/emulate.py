@@ -1,7 +1,5 @@
-"""Runs the GPU tests on a CPU, which interprets the kernels' PTX (nvcc compiles them; no GPU)::
-
-    JAX_WONLY_CUDA=ON JAX_WONLY_CUDA_ARCHITECTURES=90a-virtual JAX_WONLY_EMULATOR=ON pip wheel --no-deps -w build .
-    JAX_WONLY_EMULATED=$(ls build/cp3*/_emulated*.so) pytest -m gpu
+"""Runs the GPU tests on a CPU, which interprets the kernels' PTX, where ``JAX_WONLY_EMULATED`` is the path of the module
+``_emulated``: ``.ci/emulate`` builds it with nvcc and runs them.
 
 An emulated kernel computes what an H100 would, many thousand times slower. The interpreter stops at accesses outside of
 a call's arrays and of shared memory, at accesses that are not aligned, at barriers that do not add up, at kernels that

@@ -989,6 +989,18 @@ void add_floats(std::map<std::string, Opcode>& all) {
   add_pairs(Bf16{}, "bf16x2");
 }
 
+template <typename T>
+void add_insertion(std::map<std::string, Opcode>& all, const std::string& name) {
+  all[name] = arithmetic<T, T, T, uint32_t, uint32_t>([](T a, T b, uint32_t at, uint32_t length) {
+    constexpr uint32_t kBits = sizeof(T) * 8;
+    at &= 255;
+    length &= 255;
+    if (at >= kBits || length == 0) return b;
+    const T mask = (length >= kBits ? ~T{0} : (T{1} << length) - 1) << at;
+    return (b & ~mask) | (a << at & mask);
+  });
+}
+
 void add_others(std::map<std::string, Opcode>& all) {
   all["mul.hi.u32"] = arithmetic<uint32_t, uint32_t, uint32_t>(
       [](uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); });
@@ -1005,14 +1017,8 @@ void add_others(std::map<std::string, Opcode>& all) {
     for (int bit = 0; bit < 32; ++bit) reversed |= (a >> bit & 1) << (31 - bit);
     return reversed;
   });
-  all["bfi.b32"] = arithmetic<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t>(
-      [](uint32_t a, uint32_t b, uint32_t at, uint32_t length) {
-        at &= 255;
-        length &= 255;
-        if (at > 31 || length == 0) return b;
-        const uint32_t mask = (length > 31 ? ~0u : (1u << length) - 1) << at;
-        return (b & ~mask) | (a << at & mask);
-      });
+  add_insertion<uint32_t>(all, "bfi.b32");
+  add_insertion<uint64_t>(all, "bfi.b64");
   all["prmt.b32"] = arithmetic<uint32_t, uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b, uint32_t selector) {
     const uint64_t bytes = a | uint64_t{b} << 32;
     uint32_t found = 0;

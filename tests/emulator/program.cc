@@ -199,6 +199,11 @@ class Decoder {
     program_.static_shared += array.bytes;
   }
 
+  void place_local(const Array& array, const std::string& name) {
+    locals_[name] = program_.local_bytes;
+    program_.local_bytes += (array.bytes + 15) / 16 * 16;
+  }
+
   void declare_param(const std::string& text) {
     const Array array = array_of(text);
     const int64_t at = (program_.param_bytes + array.align - 1) / array.align * array.align;
@@ -275,14 +280,9 @@ class Decoder {
     std::replace(text.begin(), text.end(), '\t', ' ');
     if (text.rfind(".reg", 0) == 0) return declare_registers(text, scope);
     if (text.rfind(".shared", 0) == 0) return place_shared(array_of(text));
-    if (text.rfind(".local", 0) == 0) {
-      const Array array = array_of(text);
-      const int64_t at = (program_.local_bytes + 15) / 16 * 16;
-      locals_[array.name] = at;
-      program_.local_bytes = (at + array.bytes + 15) / 16 * 16;
-      return;
-    }
-    if (text[0] == '.') return;  // .pragma, .loc, .param
+    if (text.rfind(".local", 0) == 0) return place_local(array_of(text), array_of(text).name);
+    if (text.rfind(".param", 0) == 0) return place_local(array_of(text), passed_name(array_of(text).name, scope));
+    if (text[0] == '.') return;  // .pragma, .loc
     Instruction instruction;
     instruction.text = text;
     if (text[0] == '@') {
@@ -366,32 +366,13 @@ class Decoder {
     return name + "@" + std::to_string(scope);
   }
 
-  // Arguments and results of functions are registers, one for each offset.
+  // Arguments and results of functions are in local memory. False where the parameter is the kernel's.
   bool pass(const std::string& name, const std::string& rest, int scope, Instruction& instruction) {
-    const size_t open = rest.find('['), close = rest.find(']');
-    const std::string inside = rest.substr(open + 1, close - open - 1), base = inside.substr(0, inside.find('+'));
-    if (is_register(base, scope) || params_.count(base) > 0) return false;
-    const bool store = name[0] == 's';
-    const std::vector<std::string> args = split(rest);
-    std::string list = args[store ? 1 : 0];
-    if (list[0] == '{') list = list.substr(1, list.size() - 2);
-    const std::vector<std::string> values = split(list);
-    const int64_t size = size_of(name.substr(name.rfind('.')));
-    const Opcode opcode = find_opcode(size == 8 ? "mov.b64" : "mov.b32", {1, 1});
-    const char letter = size == 8 ? 'd' : 'w';
-    for (size_t i = 0; i < values.size(); ++i) {
-      const int64_t offset = offset_of(inside) + static_cast<int64_t>(i) * size;
-      const std::string key = passed_name(base, scope) + "+" + std::to_string(offset);
-      const auto [variable, created] = passed_.try_emplace(key, 0);
-      if (created) variable->second = new_variable(size == 8 ? Operand::kRow64 : Operand::kRow32);
-      const Operand param{variables_[variable->second].kind, false, false, variable->second};
-      const bool wider = store && size < 8 && is_wide(values[i], scope);
-      const Operand value = source(wider ? low_half(values[i], scope) : values[i], letter, scope);
-      instruction.run = opcode.run;
-      instruction.operands = store ? std::vector<Operand>{param, value} : std::vector<Operand>{value, param};
-      note(1, 0);
-      if (i + 1 < values.size()) program_.code.push_back(instruction);
-    }
+    const size_t open = rest.find('['), close = rest.find_first_of("+]", open);
+    const std::string passed = passed_name(rest.substr(open + 1, close - open - 1), scope);
+    if (locals_.count(passed) == 0) return false;
+    operation(name.substr(0, 2) + ".local" + name.substr(8), rest.substr(0, open + 1) + passed + rest.substr(close),
+              scope, instruction);
     return true;
   }
 
@@ -478,7 +459,6 @@ class Decoder {
 
   // --- Operands
 
-  bool is_register(const std::string& name, int scope) const { return find_register(name, scope) >= 0; }
   int find_register(const std::string& name, int scope) const {
     for (int s = scope; s >= 0; s = scopes_[s].parent) {
       if (const auto found = scopes_[s].registers.find(name); found != scopes_[s].registers.end()) return found->second;
@@ -733,7 +713,6 @@ class Decoder {
   std::set<std::string> dynamic_shared_;
   int64_t dynamic_align_ = 1;
   std::vector<Operand> dynamic_rows_;
-  std::map<std::string, int> passed_;
   std::string widened_;  // operands of the conversion that the instruction is to be followed by
   std::map<std::pair<bool, uint64_t>, int32_t> constants_;
 };
