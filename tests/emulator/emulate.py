@@ -1,5 +1,5 @@
-"""Runs the GPU tests on a CPU, which interprets the kernels' PTX, where ``JAX_WONLY_EMULATED`` is the path of the module
-``_emulated``: ``.ci/emulate`` builds it with nvcc and runs them.
+"""Runs the GPU tests on a CPU, which interprets the kernels' PTX, where ``JAX_WONLY_EMULATED`` is the path of the
+module ``_emulated``: ``.ci/emulate`` builds it with nvcc and runs them.
 
 An emulated kernel computes what an H100 would, many thousand times slower. The interpreter stops at accesses outside of
 a call's arrays and of shared memory, at accesses that are not aligned, at barriers that do not add up, at kernels that
