@@ -647,23 +647,45 @@ void transpose(Warp& w, const Instruction& i, Mask) {
   std::memcpy(w.row<uint32_t>(i.operands[0]), to, sizeof to);
 }
 
-float tf32(uint32_t bits) { return std::bit_cast<float>(bits & 0xffffe000u); }
+// The numbers of an operand, from the low bits of a register.
+struct S8 {
+  using Sum = int32_t;
+  static int32_t wide(uint32_t bits) { return static_cast<int8_t>(bits); }
+  static constexpr int kBytes = 1;
+};
+struct U8 : S8 {
+  static int32_t wide(uint32_t bits) { return static_cast<uint8_t>(bits); }
+};
+struct E4m3 {
+  using Sum = float;
+  static float wide(uint32_t bits) { return from_e4m3(static_cast<uint8_t>(bits)); }
+  static constexpr int kBytes = 1;
+};
+template <typename T>
+struct Two {
+  using Sum = float;
+  static float wide(uint32_t bits) { return T::wide(static_cast<uint16_t>(bits)); }
+  static constexpr int kBytes = 2;
+};
+struct Tf32 {
+  static float wide(uint32_t bits) { return std::bit_cast<float>(bits & 0xffffe000u); }
+  static constexpr int kBytes = 4;
+};
 
 // d[16 x 8] += a b of a warp, a in four registers and b in two.
 template <typename T>
-void multiply_16(Warp& w, const Instruction& i, Mask) {
-  float a[16][16], b[16][8];
+void multiply(Warp& w, const Instruction& i, Mask) {
+  constexpr int kEach = 4 / T::kBytes, kDepth = 8 * kEach;
+  float a[16][kDepth], b[kDepth][8];
   for (int lane = 0; lane < kLanes; ++lane) {
     const Fragment f(lane);
-    for (int r = 0; r < 4; ++r) {
-      const uint32_t pair = w.row<uint32_t>(i.operands[static_cast<size_t>(4 + r)])[lane];
-      for (int k = 0; k < 2; ++k) {
-        a[f.group + r % 2 * 8][f.column * 2 + k + r / 2 * 8] = T::wide(static_cast<uint16_t>(pair >> 16 * k));
-      }
-    }
-    for (int r = 0; r < 2; ++r) {
-      const uint32_t pair = w.row<uint32_t>(i.operands[static_cast<size_t>(8 + r)])[lane];
-      for (int k = 0; k < 2; ++k) b[f.column * 2 + k + r * 8][f.group] = T::wide(static_cast<uint16_t>(pair >> 16 * k));
+    for (int k = 0; k < kEach; ++k) {
+      const auto number = [&](int operand) {
+        return T::wide(w.row<uint32_t>(i.operands[static_cast<size_t>(operand)])[lane] >> k * T::kBytes * 8);
+      };
+      const int column = f.column * kEach + k;
+      for (int r = 0; r < 4; ++r) a[f.group + r % 2 * 8][column + r / 2 * (kDepth / 2)] = number(4 + r);
+      for (int r = 0; r < 2; ++r) b[column + r * (kDepth / 2)][f.group] = number(8 + r);
     }
   }
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -671,29 +693,7 @@ void multiply_16(Warp& w, const Instruction& i, Mask) {
     for (int r = 0; r < 4; ++r) {
       const int row = f.group + r / 2 * 8, column = f.column * 2 + r % 2;
       float sum = std::bit_cast<float>(w.row<uint32_t>(i.operands[static_cast<size_t>(10 + r)])[lane]);
-      for (int k = 0; k < 16; ++k) sum = std::fma(a[row][k], b[k][column], sum);
-      w.row<uint32_t>(i.operands[static_cast<size_t>(r)])[lane] = std::bit_cast<uint32_t>(sum);
-    }
-  }
-}
-void multiply_tf32(Warp& w, const Instruction& i, Mask) {
-  float a[16][8], b[8][8];
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const Fragment f(lane);
-    for (int r = 0; r < 4; ++r) {
-      a[f.group + r % 2 * 8][f.column + r / 2 * 4] =
-          tf32(w.row<uint32_t>(i.operands[static_cast<size_t>(4 + r)])[lane]);
-    }
-    for (int r = 0; r < 2; ++r) {
-      b[f.column + r * 4][f.group] = tf32(w.row<uint32_t>(i.operands[static_cast<size_t>(8 + r)])[lane]);
-    }
-  }
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const Fragment f(lane);
-    for (int r = 0; r < 4; ++r) {
-      const int row = f.group + r / 2 * 8, column = f.column * 2 + r % 2;
-      float sum = std::bit_cast<float>(w.row<uint32_t>(i.operands[static_cast<size_t>(10 + r)])[lane]);
-      for (int k = 0; k < 8; ++k) sum = std::fma(a[row][k], b[k][column], sum);
+      for (int k = 0; k < kDepth; ++k) sum = std::fma(a[row][k], b[k][column], sum);
       w.row<uint32_t>(i.operands[static_cast<size_t>(r)])[lane] = std::bit_cast<uint32_t>(sum);
     }
   }
@@ -716,26 +716,6 @@ struct Described {
     const uint64_t linear = begin + r / 8 * row_stride + r % 8 * 128 + k;
     return linear ^ ((linear >> 7 & 7) << 4);
   }
-};
-
-struct S8 {
-  using Sum = int32_t;
-  static int32_t wide(uint32_t bits) { return static_cast<int8_t>(bits); }
-  static constexpr int kBytes = 1;
-};
-struct U8 : S8 {
-  static int32_t wide(uint32_t bits) { return static_cast<uint8_t>(bits); }
-};
-struct E4m3 {
-  using Sum = float;
-  static float wide(uint32_t bits) { return from_e4m3(static_cast<uint8_t>(bits)); }
-  static constexpr int kBytes = 1;
-};
-template <typename T>
-struct Two {
-  using Sum = float;
-  static float wide(uint32_t bits) { return T::wide(static_cast<uint16_t>(bits)); }
-  static constexpr int kBytes = 2;
 };
 
 // {d}, {a} or its descriptor, b's descriptor, whether to add, and constants. The instruction's number is the columns,
@@ -1129,9 +1109,9 @@ void add_others(std::map<std::string, Opcode>& all) {
   all["movmatrix.sync.aligned.m8n8.trans.b16"] = {transpose, Kind::kTogether, "w", "w", 0};
   const std::string mma = "mma.sync.aligned.m16n8k";
   const std::string operands = "wwwwwwwwww";
-  all[mma + "16.row.col.f32.bf16.bf16.f32"] = {multiply_16<Bf16>, Kind::kTogether, "wwww", operands, 0};
-  all[mma + "16.row.col.f32.f16.f16.f32"] = {multiply_16<Half>, Kind::kTogether, "wwww", operands, 0};
-  all[mma + "8.row.col.f32.tf32.tf32.f32"] = {multiply_tf32, Kind::kTogether, "wwww", operands, 0};
+  all[mma + "16.row.col.f32.bf16.bf16.f32"] = {multiply<Two<Bf16>>, Kind::kTogether, "wwww", operands, 0};
+  all[mma + "16.row.col.f32.f16.f16.f32"] = {multiply<Two<Half>>, Kind::kTogether, "wwww", operands, 0};
+  all[mma + "8.row.col.f32.tf32.tf32.f32"] = {multiply<Tf32>, Kind::kTogether, "wwww", operands, 0};
   all["wgmma.fence.sync.aligned"] = {nothing, Kind::kTogether, "", "", 0};
   all["wgmma.commit_group.sync.aligned"] = {commit_products, Kind::kTogether, "", "", 0};
   all["wgmma.wait_group.sync.aligned"] = {wait_for_products, Kind::kTogether, "", "w", 0};
