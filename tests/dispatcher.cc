@@ -34,10 +34,11 @@
 #include "cuda/ragged_tiled.h"
 #include "cuda/ragged_warpgroup.h"
 #include "cuda/tensor_map.h"
+#include "device_attributes.h"
 
 namespace {
 
-int architecture, multiprocessors, bytes_of_cta, bytes_of_multiprocessor;
+DeviceAttributes gpu;
 bool says_launches = false;       // of kernels that are here
 wonly::RaggedArgs ragged_args{};  // the product whose kernels are launched
 
@@ -76,29 +77,7 @@ extern "C" cudaError_t __wrap_cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 extern "C" cudaError_t __wrap_cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = architecture / 10;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = architecture % 10;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = multiprocessors;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = bytes_of_cta;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = bytes_of_multiprocessor;
-      break;
-    case cudaDevAttrReservedSharedMemoryPerBlock:
-      *value = 1024;
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaSuccess;
+  return gpu.read(value, attribute);
 }
 extern "C" void __real___cudaRegisterFunction(void**, const char*, char*, const char*, int, void*, void*, void*, void*,
                                               int*);
@@ -242,7 +221,7 @@ cudaError_t describe_rows(const void*, int size, int64_t columns, int64_t, int64
 int main(int argc, char** argv) {
   using namespace wonly;
   if (argc != 5) return 2;
-  int* const to[] = {&architecture, &multiprocessors, &bytes_of_cta, &bytes_of_multiprocessor};
+  int* const to[] = {&gpu.architecture, &gpu.multiprocessors, &gpu.bytes_of_cta, &gpu.bytes_of_multiprocessor};
   for (int i = 0; i < 4; ++i) *to[i] = std::stoi(argv[i + 1]);
   std::string operation;
   while (std::cin >> operation) {

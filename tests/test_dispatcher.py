@@ -42,7 +42,8 @@ pytestmark = [
 ]
 
 
-def build(folder: Path) -> Path:
+def build(program: Path) -> None:
+    folder = program.parent
     subprocess.run([sys.executable, FFI / "cuda" / "costs.py", folder], check=True)
     nvcc = ["nvcc", "-std=c++17", "-O0", "-I", FFI, "-I", folder, "-Xcompiler", "-ffunction-sections"]
     quick = ["--expt-relaxed-constexpr", "-arch=sm_80", "-Xcicc", "-O0", "-Xptxas", "-O0"]
@@ -62,9 +63,7 @@ def build(folder: Path) -> Path:
     wrapped += ["cudaLaunchKernelExC", "__cudaRegisterFunction"]
     options = ["--gc-sections", *(f"--wrap={name}" for name in wrapped)]
     linked = [flag for option in options for flag in ("-Xlinker", option)]
-    program = folder / "dispatcher"
     subprocess.run(["nvcc", *linked, *objects, "-o", program], check=True)
-    return program
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +73,11 @@ def dispatcher(tmp_path_factory):
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root  # one for all workers
     folder = root / "dispatcher"
     folder.mkdir(exist_ok=True)
+    program = folder / "dispatcher"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        program = folder / "dispatcher"
         if not program.exists():
-            build(folder)
+            build(program)
 
     def run(gpu, lines) -> list[tuple]:
         text = "\n".join(" ".join(map(str, line)) for line in lines)

@@ -1170,12 +1170,10 @@ Opcode find_opcode(const std::string& name, const std::vector<int>& arguments) {
   if (name == "mov.b64" && arguments == std::vector{1, 2}) return {pack32, Kind::kPlain, "d", "ww", 0};
   if (name == "mov.b64" && arguments == std::vector{2, 1}) return {unpack32, Kind::kPlain, "ww", "d", 0};
   if (name == "bar.sync") return {sync, Kind::kTogether, "", std::string(arguments.size(), 'w'), 0};
-  if (name.rfind("wgmma.mma_async", 0) == 0) {
+  if (name.starts_with("wgmma.mma_async")) {
     if (Opcode opcode = wgmma(parts, arguments); opcode.run != nullptr) return opcode;
   }
-  if (const auto found = table.find(name); found != table.end()) {
-    return found->second;
-  }
+  if (const auto found = table.find(name); found != table.end()) return found->second;
   const bool shared = name.find(".shared") != std::string::npos;
   if (parts[0] == "ld") return load_of(name, arguments[0], shared);
   if (parts[0] == "st") return store_of(name, arguments[1], shared);

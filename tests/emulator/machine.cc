@@ -57,8 +57,9 @@ Cta& Machine::cta_of(Warp& warp, uint64_t address) {
 uint8_t* Machine::shared_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align) {
   const Cta& cta = cta_of(warp, address);
   const uint64_t at = address & 0xffffff;
-  if (static_cast<int64_t>(at) + bytes > cta.cluster->grid->shared_bytes) {
-    fail(warp, "shared memory at " + std::to_string(at) + " of " + std::to_string(cta.cluster->grid->shared_bytes));
+  if (static_cast<int64_t>(at) + bytes > cta.cluster->grid->launch.shared_bytes()) {
+    fail(warp,
+         "shared memory at " + std::to_string(at) + " of " + std::to_string(cta.cluster->grid->launch.shared_bytes()));
   }
   if (at % static_cast<uint64_t>(align) != 0) fail(warp, "shared memory that is not aligned: " + std::to_string(at));
   if (cta.live_warps == 0) fail(warp, "shared memory of a CTA that has ended");
@@ -75,7 +76,8 @@ uint8_t* Machine::memory_at(Warp& warp, uint64_t address, int64_t bytes, int64_t
     const auto next = allowed_.upper_bound(address);
     if (next != allowed_.begin() && inside(std::prev(next)->first, static_cast<uint64_t>(std::prev(next)->second))) {
       last_ = {std::prev(next)->first, static_cast<uint64_t>(std::prev(next)->second)};
-    } else if (!inside(reinterpret_cast<uint64_t>(warp.cta->shared), static_cast<uint64_t>(grid.shared_bytes)) &&
+    } else if (!inside(reinterpret_cast<uint64_t>(warp.cta->shared),
+                       static_cast<uint64_t>(grid.launch.shared_bytes())) &&
                !inside(reinterpret_cast<uint64_t>(grid.launch.param_data()),
                        grid.launch.params.size() * sizeof(ParamLine)) &&
                !inside(reinterpret_cast<uint64_t>(warp.local.data()), warp.local.size())) {
@@ -150,93 +152,92 @@ void Machine::let_next_begin(Warp& warp) {
   }
 }
 
+namespace {
+
+Dim place(uint64_t number, const Dim& among) {
+  return {static_cast<uint32_t>(number % among.x), static_cast<uint32_t>(number / among.x % among.y),
+          static_cast<uint32_t>(number / among.x / among.y)};
+}
+
+// What a special register is to a lane; `cluster` and `rank` are where its CTA is.
+uint64_t value_of(const Special& special, const Warp& warp, int lane, const Dim& cluster, int rank) {
+  const Launch& launch = warp.cta->cluster->grid->launch;
+  switch (special.kind) {
+    case Special::kThread:
+      return place(static_cast<uint64_t>(warp.index * kLanes + lane), launch.block).axis(special.axis);
+    case Special::kThreads:
+      return launch.block.axis(special.axis);
+    case Special::kCta:
+      return warp.cta->index.axis(special.axis);
+    case Special::kCtas:
+      return launch.grid.axis(special.axis);
+    case Special::kCluster:
+      return cluster.axis(special.axis);
+    case Special::kRank:
+      return static_cast<uint64_t>(rank);
+    case Special::kLane:
+      return static_cast<uint64_t>(lane);
+    case Special::kParams:
+      return reinterpret_cast<uint64_t>(launch.param_data() + special.offset);
+    case Special::kLocal:
+      return reinterpret_cast<uint64_t>(warp.local.data() + lane * launch.program->local_bytes + special.offset);
+  }
+  return 0;
+}
+
+}  // namespace
+
 void Machine::begin(Grid& grid) {
   const Launch& launch = grid.launch;
-  const Program& program = *launch.program;
+  const Dim at = place(static_cast<uint64_t>(grid.begun++), launch.clusters());
   auto cluster = std::make_unique<Cluster>();
   cluster->grid = &grid;
-  cluster->index = grid.begun++;
-  const Dim across{launch.grid.x / launch.cluster.x, launch.grid.y / launch.cluster.y,
-                   launch.grid.z / launch.cluster.z};
-  const auto number = static_cast<uint64_t>(cluster->index);
-  const Dim corner{static_cast<uint32_t>(number % across.x), static_cast<uint32_t>(number / across.x % across.y),
-                   static_cast<uint32_t>(number / across.x / across.y)};
-  const int threads = static_cast<int>(launch.block.x * launch.block.y * launch.block.z);
-  const int warps = (threads + kLanes - 1) / kLanes;
-  const Dim size = launch.cluster;
-  for (int rank = 0; rank < static_cast<int>(size.x * size.y * size.z); ++rank) {
+  for (int rank = 0; rank < launch.cluster_ctas(); ++rank) {
     auto cta = std::make_unique<Cta>();
     cta->cluster = cluster.get();
-    cta->rank = rank;
-    const auto r = static_cast<uint32_t>(rank);
-    cta->index = {corner.x * size.x + r % size.x, corner.y * size.y + r / size.x % size.y,
-                  corner.z * size.z + r / size.x / size.y};
-    constexpr int64_t kAlign = 1024;
-    cta->storage = std::make_unique<uint8_t[]>(static_cast<size_t>(grid.shared_bytes + kAlign));
-    const auto raw = reinterpret_cast<uint64_t>(cta->storage.get());
-    cta->shared = cta->storage.get() + (kAlign - static_cast<int64_t>(raw % kAlign)) % kAlign;
-    std::memset(cta->shared, 0xff, static_cast<size_t>(grid.shared_bytes));  // NaN, and wrong as anything else
-    cta->warps = std::vector<Warp>(static_cast<size_t>(warps));
-    cta->live_warps = warps;
-    for (int w = 0; w < warps; ++w) {
-      Warp& warp = cta->warps[static_cast<size_t>(w)];
-      warp.cta = cta.get();
-      warp.index = w;
-      const int lanes = std::min(kLanes, threads - w * kLanes);
-      warp.live = lanes == kLanes ? kAllLanes : (Mask{1} << lanes) - 1;
-      warp.groups = {{warp.live, 0, false, false}};
-      warp.registers.assign(static_cast<size_t>(program.register_bytes), 0xff);
-      warp.predicates.resize(static_cast<size_t>(program.predicates));
-      warp.local.assign(static_cast<size_t>(program.local_bytes * kLanes), 0xff);
-      warp.constants = program.constants.data();
-      for (const Special& special : program.specials) {
-        for (int lane = 0; lane < kLanes; ++lane) {
-          const auto thread = static_cast<uint32_t>(w * kLanes + lane);
-          const Dim at{thread % launch.block.x, thread / launch.block.x % launch.block.y,
-                       thread / launch.block.x / launch.block.y};
-          const auto write32 = [&](uint32_t value) { warp.row<uint32_t>(special.row)[lane] = value; };
-          const auto write64 = [&](const uint8_t* p) {
-            warp.row<uint64_t>(special.row)[lane] = reinterpret_cast<uint64_t>(p);
-          };
-          switch (special.kind) {
-            case Special::kThread:
-              write32(at.axis(special.axis));
-              break;
-            case Special::kThreads:
-              write32(launch.block.axis(special.axis));
-              break;
-            case Special::kCta:
-              write32(cta->index.axis(special.axis));
-              break;
-            case Special::kCtas:
-              write32(launch.grid.axis(special.axis));
-              break;
-            case Special::kCluster:
-              write32(corner.axis(special.axis));
-              break;
-            case Special::kRank:
-              write32(r);
-              break;
-            case Special::kLane:
-              write32(static_cast<uint32_t>(lane));
-              break;
-            case Special::kParams:
-              write64(launch.param_data() + special.offset);
-              break;
-            case Special::kLocal:
-              write64(warp.local.data() + lane * program.local_bytes + special.offset);
-              break;
-          }
+    const Dim inside = place(static_cast<uint64_t>(rank), launch.cluster);
+    cta->index = {at.x * launch.cluster.x + inside.x, at.y * launch.cluster.y + inside.y,
+                  at.z * launch.cluster.z + inside.z};
+    begin(*cta, at, rank);
+    cluster->live_warps += cta->live_warps;
+    cluster->ctas.push_back(std::move(cta));
+  }
+  clusters_.push_back(std::move(cluster));
+}
+
+void Machine::begin(Cta& cta, const Dim& cluster, int rank) {
+  const Launch& launch = cta.cluster->grid->launch;
+  const Program& program = *launch.program;
+  constexpr size_t kAlign = 1024;
+  const auto bytes = static_cast<size_t>(launch.shared_bytes());
+  cta.storage = std::make_unique<uint8_t[]>(bytes + kAlign);
+  cta.shared = cta.storage.get() + (kAlign - reinterpret_cast<uint64_t>(cta.storage.get()) % kAlign) % kAlign;
+  std::memset(cta.shared, 0xff, bytes);  // NaN, and wrong as anything else
+  cta.live_warps = (launch.threads() + kLanes - 1) / kLanes;
+  cta.warps = std::vector<Warp>(static_cast<size_t>(cta.live_warps));
+  for (int w = 0; w < cta.live_warps; ++w) {
+    Warp& warp = cta.warps[static_cast<size_t>(w)];
+    warp.cta = &cta;
+    warp.index = w;
+    warp.priority = static_cast<int64_t>(random_() >> 2);
+    const int lanes = std::min(kLanes, launch.threads() - w * kLanes);
+    warp.live = kAllLanes >> (kLanes - lanes);
+    warp.groups = {{warp.live, 0, false, false}};
+    warp.registers.assign(static_cast<size_t>(program.register_bytes), 0xff);
+    warp.predicates.resize(static_cast<size_t>(program.predicates));
+    warp.local.assign(static_cast<size_t>(program.local_bytes * kLanes), 0xff);
+    warp.constants = program.constants.data();
+    for (const Special& special : program.specials) {
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const uint64_t value = value_of(special, warp, lane, cluster, rank);
+        if (special.row.kind == Operand::kRow64) {
+          warp.row<uint64_t>(special.row)[lane] = value;
+        } else {
+          warp.row<uint32_t>(special.row)[lane] = static_cast<uint32_t>(value);
         }
       }
     }
-    cluster->live_warps += warps;
-    cluster->ctas.push_back(std::move(cta));
   }
-  for (const auto& cta : cluster->ctas) {
-    for (Warp& warp : cta->warps) warp.priority = static_cast<int64_t>(random_() >> 2);
-  }
-  clusters_.push_back(std::move(cluster));
 }
 
 void Machine::end(Warp& warp) {
@@ -319,8 +320,7 @@ bool Machine::step(Warp& warp) {
   int done = 0;
   bool polled = false;
   while (done < quantum && warp.state == Warp::kReady) {
-    Group* group =
-        warp.groups.size() == 1 && !warp.groups[0].waits && !warp.groups[0].polls ? &warp.groups[0] : next_group(warp);
+    Group* group = next_group(warp);
     if (group == nullptr) {
       if (std::none_of(warp.groups.begin(), warp.groups.end(), [](const Group& g) { return g.polls; })) {
         fail(warp, "lanes that wait for each other");
@@ -331,6 +331,11 @@ bool Machine::step(Warp& warp) {
     Mask lanes = group->lanes;
     if (instruction.guard.kind != Operand::kNothing) lanes &= warp.predicate(instruction.guard);
     ++done;
+    if (lanes == 0) {
+      ++group->at;
+      if (warp.groups.size() > 1) meet(warp);
+      continue;
+    }
     switch (instruction.kind) {
       case Kind::kTogether:
       case Kind::kMembers: {
@@ -347,17 +352,15 @@ bool Machine::step(Warp& warp) {
       }
       case Kind::kPlain:
         ++group->at;
-        if (lanes != 0) instruction.run(warp, instruction, lanes);
+        instruction.run(warp, instruction, lanes);
         break;
       case Kind::kBranch:
         if (lanes == group->lanes) {
           group->at = instruction.target;
         } else {
           ++group->at;
-          if (lanes != 0) {
-            group->lanes &= ~lanes;
-            warp.groups.push_back({lanes, instruction.target, false, false});
-          }
+          group->lanes &= ~lanes;
+          warp.groups.push_back({lanes, instruction.target, false, false});
         }
         break;
       case Kind::kExit:
@@ -448,14 +451,10 @@ void Machine::make_grids() {
     queue_.pop_front();
     const Launch& launch = grid->launch;
     if (launch.program) {
-      const Dim size = launch.cluster;
-      grid->clusters = int64_t{launch.grid.x / size.x} * (launch.grid.y / size.y) * (launch.grid.z / size.z);
-      grid->shared_bytes = launch.program->static_shared + launch.shared_bytes;
-      const int64_t threads = int64_t{launch.block.x} * launch.block.y * launch.block.z;
-      const int64_t ctas =
-          std::min<int64_t>(2048 / threads, gpu.shared_per_multiprocessor / (grid->shared_bytes + 1024));
-      const int64_t clusters = std::max<int64_t>(ctas, 1) * gpu.multiprocessors / (int64_t{size.x} * size.y * size.z);
-      grid->resident = static_cast<int>(std::max<int64_t>(clusters, 1));
+      const Dim clusters = launch.clusters();
+      grid->clusters = int64_t{clusters.x} * clusters.y * clusters.z;
+      const int ctas = ctas_of_multiprocessor(launch.threads(), launch.shared_bytes());
+      grid->resident = std::max(std::max(ctas, 1) * kGpu.multiprocessors / launch.cluster_ctas(), 1);
     }
     grids_.push_back(std::move(grid));
   }

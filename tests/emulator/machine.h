@@ -3,6 +3,7 @@
 // decides.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -11,8 +12,10 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "../device_attributes.h"
 #include "program.h"
 
 namespace emulator {
@@ -25,7 +28,6 @@ struct Dim {
 struct Cta;
 struct Cluster;
 struct Grid;
-class Machine;
 
 // Lanes that are at the same instruction.
 struct Group {
@@ -84,7 +86,6 @@ struct Barrier {
 
 struct Cta {
   Cluster* cluster = nullptr;
-  int rank = 0;  // in the cluster
   Dim index;
   std::unique_ptr<uint8_t[]> storage;
   uint8_t* shared = nullptr;
@@ -97,7 +98,6 @@ struct Cta {
 
 struct Cluster {
   Grid* grid = nullptr;
-  int64_t index = 0;
   std::vector<std::unique_ptr<Cta>> ctas;
   int live_warps = 0, arrived = 0;
   uint32_t phase = 0;
@@ -108,34 +108,50 @@ struct alignas(128) ParamLine {
 };
 
 struct Launch {
+  Launch() = default;
+  Launch(std::shared_ptr<const Program> kernel, Dim grid_size, Dim block_size, Dim cluster_size, int64_t dynamic_bytes)
+      : program(std::move(kernel)),
+        grid(grid_size),
+        block(block_size),
+        cluster(cluster_size),
+        dynamic_shared(dynamic_bytes),
+        params(static_cast<size_t>(program->param_bytes) / sizeof(ParamLine) + 1) {}
+
   std::shared_ptr<const Program> program;
   Dim grid, block, cluster;
-  int64_t shared_bytes = 0;  // dynamic
+  int64_t dynamic_shared = 0;
   bool early = false;
   std::vector<ParamLine> params;
-  uint8_t* param_data() { return params.data()->bytes; }
+  std::function<void()> instead;  // of a kernel: a memset
+
   const uint8_t* param_data() const { return params.data()->bytes; }
-  std::function<void()> instead;  // of a kernel: a memset or a copy
+  void set_argument(size_t number, const void* value) {
+    const auto [offset, bytes] = program->params[number];
+    std::memcpy(params.data()->bytes + offset, value, static_cast<size_t>(bytes));
+  }
+  int64_t shared_bytes() const { return program->static_shared + dynamic_shared; }
+  int threads() const { return static_cast<int>(block.x * block.y * block.z); }
+  int cluster_ctas() const { return static_cast<int>(cluster.x * cluster.y * cluster.z); }
+  Dim clusters() const { return {grid.x / cluster.x, grid.y / cluster.y, grid.z / cluster.z}; }
 };
 
 struct Grid {
   Launch launch;
-  int64_t shared_bytes = 0, clusters = 0, begun = 0, ended = 0;
+  int64_t clusters = 0, begun = 0, ended = 0;
   int resident = 1;     // clusters that the GPU has room for
   int64_t letting = 0;  // CTAs that let the next grid begin, or have ended
   bool done = false;
 };
 
-// An H100.
-struct Gpu {
-  int architecture = 90, multiprocessors = 132, shared_per_block = 232448, shared_per_multiprocessor = 233472;
-};
-
 class Machine {
  public:
   static Machine& the();
+  static constexpr DeviceAttributes kGpu{90, 132, 232448, 233472};  // an H100
+  static int ctas_of_multiprocessor(int threads, int64_t shared_bytes) {
+    const int64_t by_shared = kGpu.bytes_of_multiprocessor / (shared_bytes + DeviceAttributes::kReservedBytes);
+    return static_cast<int>(std::min<int64_t>(2048 / threads, by_shared));
+  }
 
-  Gpu gpu;
   Fault fault;  // of kernels that are decoded from now on
   uint64_t faulty_kernels = 0;
   uint64_t seed = 0;
@@ -175,6 +191,7 @@ class Machine {
   [[noreturn]] void fail_all() const;
   void make_grids();  // of the queue
   void begin(Grid& grid);
+  void begin(Cta& cta, const Dim& cluster, int rank);
   bool begin_a_cluster();
   void end(Warp& warp);
   void release(Barrier& barrier, const Cta& cta);

@@ -92,18 +92,9 @@ void run_ptx(const std::string& ptx, const std::string& name, std::vector<uint32
   Machine& machine = Machine::the();
   machine.forbid_all();
   for (const auto& [address, bytes] : arrays) machine.allow(reinterpret_cast<const void*>(address), bytes);
-  Launch launch;
-  launch.program = decode(ptx, name, {});
   grid.resize(3, 1);
-  launch.grid = {grid[0], grid[1], grid[2]};
-  launch.block = {threads, 1, 1};
-  launch.cluster = {cluster, 1, 1};
-  launch.shared_bytes = shared_bytes;
-  launch.params.resize(static_cast<size_t>(launch.program->param_bytes) / sizeof(ParamLine) + 1);
-  for (size_t i = 0; i < launch.program->params.size(); ++i) {
-    const auto [offset, bytes] = launch.program->params[i];
-    std::memcpy(launch.param_data() + offset, &arguments.at(i), static_cast<size_t>(bytes));
-  }
+  Launch launch(decode(ptx, name, {}), {grid[0], grid[1], grid[2]}, {threads, 1, 1}, {cluster, 1, 1}, shared_bytes);
+  for (size_t i = 0; i < launch.program->params.size(); ++i) launch.set_argument(i, &arguments.at(i));
   machine.enqueue(std::move(launch));
   machine.run();
 }

@@ -4,8 +4,10 @@
 #include <bit>
 #include <cctype>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string_view>
 
@@ -86,9 +88,9 @@ class Decoder {
   }
 
  private:
-  // A register of the kernel before rows are shared out: what Operand::at is until then.
-  struct Variable {
-    Operand::Kind kind;
+  struct Note {
+    int results = 0;
+    bool read_too = false;  // results are what they were and more
   };
   struct Jump {
     size_t at;
@@ -134,17 +136,8 @@ class Decoder {
   }
 
   static std::vector<std::string> words(const std::string& text) {
-    std::vector<std::string> found;
-    for (size_t i = 0; i < text.size();) {
-      if (std::isspace(static_cast<unsigned char>(text[i]))) {
-        ++i;
-        continue;
-      }
-      const size_t begin = i;
-      while (i < text.size() && !std::isspace(static_cast<unsigned char>(text[i]))) ++i;
-      found.push_back(text.substr(begin, i - begin));
-    }
-    return found;
+    std::istringstream stream(text);
+    return {std::istream_iterator<std::string>(stream), {}};
   }
 
   static int64_t size_of(const std::string& type) {  // ".b32"
@@ -231,7 +224,7 @@ class Decoder {
   }
 
   int new_variable(Operand::Kind kind) {
-    variables_.push_back({kind});
+    variables_.push_back(kind);
     return static_cast<int>(variables_.size()) - 1;
   }
 
@@ -278,10 +271,12 @@ class Decoder {
   void read_statement(std::string text, int scope, int end_label) {
     std::replace(text.begin(), text.end(), '\n', ' ');
     std::replace(text.begin(), text.end(), '\t', ' ');
-    if (text.rfind(".reg", 0) == 0) return declare_registers(text, scope);
-    if (text.rfind(".shared", 0) == 0) return place_shared(array_of(text));
-    if (text.rfind(".local", 0) == 0) return place_local(array_of(text), array_of(text).name);
-    if (text.rfind(".param", 0) == 0) return place_local(array_of(text), passed_name(array_of(text).name, scope));
+    if (text.starts_with(".reg")) return declare_registers(text, scope);
+    if (text.starts_with(".shared")) return place_shared(array_of(text));
+    if (text.starts_with(".local") || text.starts_with(".param")) {
+      const Array array = array_of(text);
+      return place_local(array, text[1] == 'l' ? array.name : passed_name(array.name, scope));
+    }
     if (text[0] == '.') return;  // .pragma, .loc
     Instruction instruction;
     instruction.text = text;
@@ -292,13 +287,13 @@ class Decoder {
     }
     const size_t name_end = std::min(text.find(' '), text.size());
     const std::string name = text.substr(0, name_end), rest = trimmed(text.substr(name_end));
-    if (fault_.number >= 0 && name.rfind(fault_.name, 0) == 0 && left_out_++ == fault_.number) {
+    if (fault_.number >= 0 && name.starts_with(fault_.name) && left_out_++ == fault_.number) {
       program_.lacks_one = true;
       if (name.find("try_wait") != name.npos) statement("mov.pred " + split(rest)[0] + ", 1", scope, end_label);
       return;
     }
     if (name == "call.uni" || name == "call") return call(rest, scope);
-    if (name.rfind("bra", 0) == 0 && (name == "bra" || name == "bra.uni")) {
+    if (name == "bra" || name == "bra.uni") {
       instruction.kind = Kind::kBranch;
       jumps_.push_back({program_.code.size(), scope, rest});
     } else if (name == "ret" && end_label >= 0) {
@@ -306,7 +301,7 @@ class Decoder {
       jumps_.push_back({program_.code.size(), end_label, "end"});
     } else if (name == "ret" || name == "exit") {
       instruction.kind = Kind::kExit;
-    } else if (name.rfind("ld.param", 0) == 0 || name.rfind("st.param", 0) == 0) {
+    } else if (name.starts_with("ld.param") || name.starts_with("st.param")) {
       if (!pass(name, rest, scope, instruction)) operation(name, rest, scope, instruction);
     } else {
       operation(name, rest, scope, instruction);
@@ -395,29 +390,24 @@ class Decoder {
     instruction.run = opcode.run;
     instruction.kind = opcode.kind;
     instruction.number = opcode.number;
-    if (name.rfind("cvt.", 0) == 0 && opcode.sources == "w") {
-      // Of a wider register the low bits are converted.
-      if (is_wide(flat.back(), scope)) flat.back() = low_half(flat.back(), scope);
-    }
-    if (name.rfind("st.", 0) == 0) {  // likewise, of a wider register the low bits are stored
-      for (size_t i = 0; i < flat.size(); ++i) {
+    if (name.starts_with("cvt.") || name.starts_with("st.")) {  // of a wider register the low bits are meant
+      for (size_t i = opcode.results.size(); i < flat.size(); ++i) {
         if (letters[i] == 'w' && is_wide(flat[i], scope)) flat[i] = low_half(flat[i], scope);
       }
     }
-    if (name.rfind("ld.", 0) == 0 && opcode.results == "w") {
-      if (is_wide(flat[0], scope)) {  // which the number is extended to
-        const std::string low = low_name(flat[0], scope);
-        widened_ = flat[0] + ", " + low;
-        flat[0] = low;
-      }
+    if (name.starts_with("ld.") && opcode.results == "w" && is_wide(flat[0], scope)) {  // the number is extended to it
+      const std::string low = low_name(flat[0], scope);
+      widened_ = flat[0] + ", " + low;
+      flat[0] = low;
     }
-    int read_too = 0;
+    bool read_too = false;
     for (size_t i = 0; i < flat.size(); ++i) {
       const bool capital = std::isupper(static_cast<unsigned char>(letters[i]));
-      read_too += capital;
+      read_too |= capital;
       instruction.operands.push_back(source(flat[i], static_cast<char>(std::tolower(letters[i])), scope));
     }
-    note(static_cast<int>(opcode.results.size()), read_too);
+    notes_.resize(program_.code.size() + 1);
+    notes_.back() = {static_cast<int>(opcode.results.size()), read_too};
   }
 
   std::string low_name(const std::string& name, int scope) {
@@ -452,11 +442,6 @@ class Decoder {
     }
   }
 
-  void note(int results, int read_too) {
-    notes_.resize(program_.code.size() + 1);
-    notes_.back() = {results, read_too};
-  }
-
   // --- Operands
 
   int find_register(const std::string& name, int scope) const {
@@ -467,7 +452,7 @@ class Decoder {
   }
   bool is_wide(const std::string& name, int scope) const {
     const int variable = find_register(name, scope);
-    return variable >= 0 && variables_[variable].kind == Operand::kRow64;
+    return variable >= 0 && variables_[variable] == Operand::kRow64;
   }
   int find_label(int scope, const std::string& name) const {
     for (int s = scope; s >= 0; s = scopes_[s].parent) {
@@ -484,7 +469,7 @@ class Decoder {
     }
     if (text == "_") return operand;
     if (const int variable = find_register(text, scope); variable >= 0) {
-      operand.kind = variables_[variable].kind;
+      operand.kind = variables_[variable];
       operand.at = variable;
       const char is = operand.kind == Operand::kPredicate ? 'p' : operand.kind == Operand::kRow64 ? 'd' : 'w';
       if (letter != 'x' && letter != is && !(letter == 'a' && is != 'p')) fail("the size of " + text);
@@ -505,7 +490,7 @@ class Decoder {
       dynamic_rows_.push_back(row);
       return row;
     }
-    if (text.rfind("0f", 0) == 0) return constant(std::stoull(text.substr(2), nullptr, 16), false);
+    if (text.starts_with("0f")) return constant(std::stoull(text.substr(2), nullptr, 16), false);
     if (!std::isdigit(static_cast<unsigned char>(text[0])) && text[0] != '-') fail("not known: " + text);
     const uint64_t number =
         text[0] == '-' ? static_cast<uint64_t>(std::stoll(text, nullptr, 0)) : std::stoull(text, nullptr, 0);
@@ -592,7 +577,7 @@ class Decoder {
         each_use(code[i], notes_[i], [&](int v) {
           if (!has(defined[b], v)) add(used[b], v);
         });
-        for (int r = 0; r < notes_[i].first; ++r) {
+        for (int r = 0; r < notes_[i].results; ++r) {
           if (is_variable(code[i].operands[r])) add(defined[b], code[i].operands[r].at);
         }
       }
@@ -640,7 +625,7 @@ class Decoder {
       }
       if (is_variable(code[i].guard)) at(code[i].guard.at, i);
       if (code[i].text.find("wgmma.mma_async") != std::string::npos) {
-        for (int r = 0; r < notes_[i].first; ++r) open.push_back(code[i].operands[r].at);
+        for (int r = 0; r < notes_[i].results; ++r) open.push_back(code[i].operands[r].at);
       } else if (code[i].text.find("wgmma.wait_group") != std::string::npos) {
         for (const int v : open) at(v, i);
         open.clear();
@@ -659,10 +644,10 @@ class Decoder {
     for (const int v : order) {
       while (!ends.empty() && ends.begin()->first < lives[v].first) {
         const int dead = ends.begin()->second;
-        free[variables_[dead].kind].push_back(row[dead]);
+        free[variables_[dead]].push_back(row[dead]);
         ends.erase(ends.begin());
       }
-      const Operand::Kind kind = variables_[v].kind;
+      const Operand::Kind kind = variables_[v];
       if (!free[kind].empty()) {
         row[v] = free[kind].back();
         free[kind].pop_back();
@@ -689,15 +674,14 @@ class Decoder {
   }
 
   template <typename F>
-  static void each_use(const Instruction& instruction, const std::pair<int, int>& note, F f) {
+  static void each_use(const Instruction& instruction, const Note& note, F f) {
     const auto is_variable = [](const Operand& o) { return o.kind != Operand::kNothing && !o.constant; };
     const bool guarded = is_variable(instruction.guard);
     if (guarded) f(instruction.guard.at);
     for (size_t i = 0; i < instruction.operands.size(); ++i) {
-      const bool result = static_cast<int>(i) < note.first;
+      const bool result = static_cast<int>(i) < note.results;
       // A result that is not always written, or added to, lives before.
-      if (is_variable(instruction.operands[i]) && (!result || guarded || note.second > 0))
-        f(instruction.operands[i].at);
+      if (is_variable(instruction.operands[i]) && (!result || guarded || note.read_too)) f(instruction.operands[i].at);
     }
   }
 
@@ -706,9 +690,9 @@ class Decoder {
   int left_out_ = 0;
   Program program_;
   std::vector<Scope> scopes_;
-  std::vector<Variable> variables_;
+  std::vector<Operand::Kind> variables_;  // registers: what Operand::at is until rows are shared out
   std::vector<Jump> jumps_;
-  std::vector<std::pair<int, int>> notes_;  // of instructions: results, and how many of those are read too
+  std::vector<Note> notes_;  // of instructions
   std::map<std::string, int64_t> params_, shared_, locals_;
   std::set<std::string> dynamic_shared_;
   int64_t dynamic_align_ = 1;

@@ -75,24 +75,14 @@ std::vector<std::string> ptx_of(const uint8_t* fatbin) {
 
 cudaError_t enqueue(const void* function, Dim grid, Dim block, Dim cluster, size_t shared, bool early, void** args) {
   Kernel& kernel = kernel_of(function);
-  Launch launch;
   program_of(kernel);
-  launch.program = kernel.program;
-  launch.grid = grid;
-  launch.block = block;
-  launch.cluster = cluster;
-  launch.shared_bytes = static_cast<int64_t>(shared);
+  Launch launch(kernel.program, grid, block, cluster, static_cast<int64_t>(shared));
   launch.early = early;
-  launch.params.resize(static_cast<size_t>(kernel.program->param_bytes) / sizeof(ParamLine) + 1);
-  for (size_t i = 0; i < kernel.program->params.size(); ++i) {
-    const auto [offset, bytes] = kernel.program->params[i];
-    std::memcpy(launch.param_data() + offset, args[i], static_cast<size_t>(bytes));
-  }
-  const Gpu& gpu = Machine::the().gpu;
+  for (size_t i = 0; i < kernel.program->params.size(); ++i) launch.set_argument(i, args[i]);
   const int64_t threads = int64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > 1024 || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 ||
       grid.x % cluster.x != 0 || grid.y % cluster.y != 0 || grid.z % cluster.z != 0 ||
-      launch.shared_bytes + kernel.program->static_shared > gpu.shared_per_block) {
+      launch.shared_bytes() > Machine::kGpu.bytes_of_cta) {
     return cudaErrorInvalidConfiguration;
   }
   Machine::the().enqueue(std::move(launch));
@@ -242,30 +232,7 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  const Gpu& gpu = Machine::the().gpu;
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = gpu.architecture / 10;
-      break;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = gpu.architecture % 10;
-      break;
-    case cudaDevAttrMultiProcessorCount:
-      *value = gpu.multiprocessors;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = gpu.shared_per_block;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = gpu.shared_per_multiprocessor;
-      break;
-    case cudaDevAttrReservedSharedMemoryPerBlock:
-      *value = 1024;
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
-  return cudaSuccess;
+  return Machine::kGpu.read(value, attribute);
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
   *attributes = {};
@@ -276,9 +243,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* ctas, const void* function, int threads,
                                                                    size_t shared, unsigned) {
-  const Gpu& gpu = Machine::the().gpu;
-  const auto bytes = static_cast<int>(shared) + static_cast<int>(program_of(kernel_of(function)).static_shared) + 1024;
-  *ctas = std::min(2048 / threads, gpu.shared_per_multiprocessor / bytes);
+  const int64_t bytes = static_cast<int64_t>(shared) + program_of(kernel_of(function)).static_shared;
+  *ctas = Machine::ctas_of_multiprocessor(threads, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
