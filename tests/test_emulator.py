@@ -168,6 +168,33 @@ def test_faults(run, rng, body, shared, message):
             run(body, x, y, shared=shared, seed=seed)
 
 
+@pytest.mark.parametrize(("first", "stops"), [("barrier.cluster.wait.aligned;", True), ("", False)])
+def test_cluster_of_one(run, rng, first, stops):
+    """There ptxas makes a barrier of all threads of the wait, so that warps must not wait at different times."""
+    x, y = rng.integers(0, 9, 64, dtype=np.int32), np.zeros(64, np.int32)
+    body = f"""
+      setp.ne.s32 %p1, %r0, 0;
+      @!%p1 mbarrier.init.shared::cta.b64 [%r2], 32;
+      bar.sync 0;
+      barrier.cluster.arrive.relaxed.aligned;
+      setp.lt.u32 %p1, %r0, 32;
+      @%p1 bra other;
+      {WAIT}
+      barrier.cluster.wait.aligned;
+      ret;
+    other:
+      {first}
+      mbarrier.arrive.shared::cta.b64 _, [%r2];
+      {"" if first else "barrier.cluster.wait.aligned;"}
+      ret;
+    """
+    if not stops:
+        run(body, x, y, threads=64, shared=16)
+        return
+    with pytest.raises(RuntimeError, match="nothing comes on any more|wait for each other"):
+        run(body, x, y, threads=64, shared=16)
+
+
 @pytest.mark.parametrize("target", list(_selftest.CASES))
 def test_kernels(emulated, seed, target):
     """What ``doctor`` runs on a GPU."""

@@ -52,10 +52,12 @@ struct Ring {
       }
       ptx::barrier_init_fence();
     }
-    ptx::cluster_arrive();
+    if (ctas > 1) ptx::cluster_arrive();
     __syncthreads();
   }
-  __device__ static void meet() { ptx::cluster_wait(); }
+  __device__ static void meet(int ctas) {
+    if (ctas > 1) ptx::cluster_wait();
+  }
 
   __device__ uint8_t* stage() const { return stages + at.slot * kStageBytes; }
   // Beside a stage: what those who fill it have to tell those who read it.

@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
   };
 
   ring.init(1, S::kGatherWarps, kCluster);
-  ring.meet();
+  ring.meet(kCluster);
 
   if (warp >= kWarpgroups * 4) {
     ptx::lower_registers<tiles::kProducerRegisters>();

@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool copies_to_others = warp == kWarpgroups * 4;
     if (copies_to_others) {
       ptx::prefetch_map(&x_map);
-      ring.meet();
+      ring.meet(ctas);
     }
     if (warp == kWarpgroups * 4 || warp == kWarpgroups * 4 + kAffineWarps + 1) {
       copy_stages<S>(params, source, x_map, ring, count, rank, warp == kWarpgroups * 4);
@@ -328,9 +328,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
     __syncwarp();
-    if (!copies_to_others) ring.meet();
+    if (!copies_to_others) ring.meet(ctas);
   } else {
-    ring.meet();
+    ring.meet(ctas);
     ptx::raise_registers<tiles::kConsumerRegisters>();
     const Consumer me{warp / 4, warp % 4};
     float* const staged =
@@ -539,7 +539,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       finish_tile(tile, acc, last);
     }
   }
-  ptx::cluster_meet();  // the other CTA may still copy to here
+  if (ctas > 1) ptx::cluster_meet();  // the other CTA may still copy to here
 #else
   __trap();
 #endif

@@ -130,6 +130,7 @@ void Machine::arrive_at_cluster(Warp& warp) {
   Cluster& cluster = *warp.cta->cluster;
   if (warp.cluster_arrived) fail(warp, "a second arrival at the barrier of the cluster");
   warp.cluster_arrived = true;
+  if (cluster.ctas.size() == 1) return;
   warp.cluster_phase = cluster.phase;
   ++cluster.arrived;
   release(cluster);
@@ -137,6 +138,13 @@ void Machine::arrive_at_cluster(Warp& warp) {
 
 void Machine::wait_for_cluster(Warp& warp) {
   if (!warp.cluster_arrived) fail(warp, "a wait at the barrier of the cluster without arrival");
+  if (warp.cta->cluster->ctas.size() == 1) {
+    // As ptxas has it for launches without clusters: the arrival is nothing, and the wait is one for all threads of the
+    // CTA to wait. Warps that wait after others have gone on, which the ISA allows, would hold those up.
+    warp.cluster_arrived = false;
+    arrive_at_barrier(warp, 0, 0, true);
+    return;
+  }
   if (warp.cluster_phase == warp.cta->cluster->phase) {
     warp.state = Warp::kAtCluster;
   } else {
