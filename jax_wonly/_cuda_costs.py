@@ -118,10 +118,12 @@ class Decode(NamedTuple):
     # Where matmul_resident takes a product too. Two tokens with float zeros or offsets are its for few outputs, from so
     # many inputs for each on;
     pairs: int
-    # without those everything, but one token from so many bytes of codes on, if outputs are so many times the inputs,
-    # one token of more bytes, and batches of so many.
+    # without those everything, but one token from so many bytes of codes on, if outputs are so many times the inputs
+    # and strips of 16 of them keep so many percent of the multiprocessors busy, one token of more bytes, and batches of
+    # so many.
     rivalled: int
     wide: int
+    even: int
     heavy: int
     entries: int
 

@@ -257,7 +257,9 @@ def _decode_is_slower(p: Product) -> bool:
     """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
     if p.floats:
         return p.m > 1 and _DECODE.pairs * p.outputs <= p.k and 4 * -(-p.outputs // 16) <= 3 * _gpu()[1]
-    wide = p.outputs >= _DECODE.wide * p.k and p.weight_bytes >= _DECODE.rivalled
+    strips, multiprocessors = -(-p.outputs // 16), _gpu()[1]
+    even = 100 * strips >= _DECODE.even * (-(-strips // multiprocessors) * multiprocessors)
+    wide = even and p.outputs >= _DECODE.wide * p.k and p.weight_bytes >= _DECODE.rivalled
     many = wide or (p.weight_bytes >= _DECODE.heavy and not p.split)
     faster = p.batch >= _DECODE.entries or (p.m == 1 and p.scheme.ends < 4 and many)
     return not faster and _resident(p) < math.inf

@@ -138,9 +138,10 @@ def test_kernels_on_cuda(monkeypatch):
     ]
     assert [kernel(2, k, group_size=32, bits=8) for k in (21504, 21632)] == ["matmul_decode", "matmul_warpgroup"]
     assert {kernel(2, group_size=g) for g in (32, 64)} == {"matmul_resident"}
-    # One token: twice as many outputs as inputs and enough of them, or many weights.
+    # One token: twice as many outputs as inputs, enough of them and evenly shared, or many weights.
     assert [kernel(1, 4096, n) for n in (8176, 8192)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(1, k, 2 * k) for k in (3584, 3712)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(1, k, 2 * k) for k in (3584, 3968)] == ["matmul_resident", "matmul_decode"]
+    assert [kernel(1, 4096, n) for n in (10560, 11008)] == ["matmul_decode", "matmul_resident"]
     assert [kernel(1, 14336, n) for n in (14016, 14080)] == ["matmul_resident", "matmul_decode"]
     assert {kernel(1, 4096, 14336, group_size=g) for g in (64, 256, None)} == {"matmul_decode"}
     assert kernel(1, 4096, 14336, group_size=32) == kernel(2, 4096, 14336) == "matmul_resident"

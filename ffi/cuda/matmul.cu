@@ -74,7 +74,10 @@ bool decode_is_slower(const MatmulArgs& args, const Device& device) {
     const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
     return args.m > 1 && few && costs::kDecodePairs * outputs <= args.k;
   }
-  const bool wide = outputs >= costs::kDecodeWide * args.k && weights >= costs::kDecodeRivalled;
+  const int64_t strips = ceil_div(outputs, kAtomN),
+                places = ceil_div(strips, device.multiprocessors) * device.multiprocessors;
+  const bool even = 100 * strips >= costs::kDecodeEven * places;
+  const bool wide = even && outputs >= costs::kDecodeWide * args.k && weights >= costs::kDecodeRivalled;
   // Of many inputs float32 ones take longer to prepare.
   const bool many = wide || (weights >= costs::kDecodeHeavy && args.x_dtype != DType::kF32);
   if (args.batch >= costs::kDecodeEntries || (args.m == 1 && decode::stage_groups(args) < 4 && many)) return false;
