@@ -1,11 +1,14 @@
 """The emulator of CUDA kernels: it computes what PTX says, and stops where that is undefined (tests/emulator)."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
 
 from jax_wonly import _selftest
 
+WATCHES_RACES = os.environ.get("JAX_WONLY_EMULATED_RACES", "") not in ("", "0")
 HEAD = """
 .version 8.0
 .target sm_90a
@@ -30,9 +33,16 @@ HEAD = """
 
 
 @pytest.fixture
-def run(emulated):
-    def call(body: str, x, y, *, threads=32, shared=0, seed=0):
+def watch_races(emulated):
+    yield emulated.watch_races
+    emulated.watch_races(WATCHES_RACES)
+
+
+@pytest.fixture
+def run(emulated, watch_races):
+    def call(body: str, x, y, *, threads=32, shared=0, seed=0, races=False):
         emulated.set_seed(seed)
+        watch_races(races)
         arrays = [(a.ctypes.data, a.nbytes) for a in (x, y)]
         arguments = [address for address, _ in arrays]
         emulated.run_ptx(f"{HEAD}{body}\n}}\n", "kernel", [1], threads, 1, shared, arguments, arrays)
@@ -139,6 +149,51 @@ def test_copies_are_waited_for(run, rng):
             ok &= np.array_equal(y, x)
         found.append(ok)
     assert found == [True, False]
+
+
+TWO = """
+  setp.lt.u32 %p1, %r0, 32;
+  {first}
+  @%p1 {one};
+  {between}
+  @!%p1 {other};
+  {last}
+  ret;
+"""
+STORE, LOAD = "st.shared.u32 [%r2+32], %r0", "ld.shared.u32 %r6, [%r2+32]"
+ARRIVE, MEET = "mbarrier.arrive.shared::cta.b64 _, [%r2];", "bar.sync 0;"
+INIT = "setp.eq.s32 %p3, %r0, 0; @%p3 mbarrier.init.shared::cta.b64 [%r2], 32; bar.sync 0; setp.lt.u32 %p1, %r0, 32;"
+
+
+@pytest.mark.parametrize(
+    ("body", "races"),
+    [
+        (EXCHANGE.format(barrier=""), True),
+        (EXCHANGE.format(barrier=MEET), False),
+        (COPY.format(bytes=128, wait="", leave=WAIT), True),
+        (COPY.format(bytes=128, wait=WAIT, leave=""), False),
+        (TWO.format(first="", one=STORE, between="", other=LOAD, last=""), True),
+        (TWO.format(first="", one=LOAD, between="", other=STORE, last=""), True),
+        (TWO.format(first="", one=STORE, between="", other=STORE, last=""), True),
+        (TWO.format(first="", one=LOAD, between="", other=LOAD, last=""), False),
+        (TWO.format(first="", one=STORE, between=MEET, other=LOAD, last=""), False),
+        (TWO.format(first=MEET, one=STORE, between="", other=LOAD, last=MEET), True),
+        # By arrivals at an mbarrier, which order what was before them alone.
+        (INIT + f"@!%p1 bra other; {STORE}; {ARRIVE} ret; other: {WAIT} {LOAD}; ret;", False),
+        (INIT + f"@!%p1 bra other; {ARRIVE} {STORE}; ret; other: {WAIT} {LOAD}; ret;", True),
+        (INIT + f"@!%p1 bra other; {STORE}; {ARRIVE} ret; other: {LOAD}; {WAIT} ret;", True),
+        ("atom.shared.or.b32 %r6, [%r2], %r0; ret;", False),
+    ],
+)
+def test_races(run, rng, body, races):
+    """Told in every order of events, the one where nothing goes wrong included."""
+    x, y = rng.integers(0, 9, 64, dtype=np.int32), np.zeros(64, np.int32)
+    for seed in range(12):
+        if races:
+            with pytest.raises(RuntimeError, match="a race in shared memory"):
+                run(body, x, y, threads=64, shared=512, seed=seed, races=True)
+        else:
+            run(body, x, y, threads=64, shared=512, seed=seed, races=True)
 
 
 @pytest.mark.parametrize(

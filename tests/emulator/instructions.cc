@@ -200,8 +200,8 @@ uint64_t offset_address(Warp& w, const Instruction& i, const Operand& o, int lan
   return o.kind == Operand::kRow64 ? address : static_cast<uint32_t>(address);
 }
 
-uint8_t* place(Warp& w, uint64_t address, int64_t bytes, int64_t align, bool shared) {
-  return shared ? Machine::the().shared_at(w, address, bytes, align)
+uint8_t* place(Warp& w, uint64_t address, int64_t bytes, int64_t align, bool shared, Use use) {
+  return shared ? Machine::the().shared_at(w, address, bytes, align, use)
                 : Machine::the().memory_at(w, address, bytes, align);
 }
 
@@ -211,7 +211,8 @@ void load(Warp& w, const Instruction& i, Mask lanes) {
   const size_t count = i.operands.size() - 1;
   each(lanes, [&](int lane) {
     const auto bytes = static_cast<int64_t>(count * sizeof(T));
-    const uint8_t* const from = place(w, offset_address(w, i, i.operands[count], lane), bytes, bytes, kShared);
+    const uint8_t* const from =
+        place(w, offset_address(w, i, i.operands[count], lane), bytes, bytes, kShared, Use::kRead);
     for (size_t k = 0; k < count; ++k) {
       T value;
       std::memcpy(&value, from + k * sizeof(T), sizeof(T));
@@ -228,18 +229,21 @@ void store(Warp& w, const Instruction& i, Mask lanes) {
   const size_t count = i.operands.size() - 1;
   each(lanes, [&](int lane) {
     const auto bytes = static_cast<int64_t>(count * sizeof(T));
-    uint8_t* const to = place(w, offset_address(w, i, i.operands[0], lane), bytes, bytes, kShared);
-    for (size_t k = 0; k < count; ++k) {
-      const auto value = static_cast<T>(w.row<Row<T>>(i.operands[k + 1])[lane]);
-      std::memcpy(to + k * sizeof(T), &value, sizeof(T));
-    }
+    const uint64_t address = offset_address(w, i, i.operands[0], lane);
+    uint8_t* const to = place(w, address, bytes, bytes, kShared, Use::kNone);
+    std::array<T, 4> values;
+    for (size_t k = 0; k < count; ++k) values[k] = static_cast<T>(w.row<Row<T>>(i.operands[k + 1])[lane]);
+    // Several warps may write the same.
+    const bool changes = std::memcmp(to, values.data(), static_cast<size_t>(bytes)) != 0;
+    if (kShared && changes) place(w, address, bytes, bytes, kShared, Use::kWrite);
+    std::memcpy(to, values.data(), static_cast<size_t>(bytes));
   });
 }
 template <typename F, bool kShared, bool kResult>
 void atomic(Warp& w, const Instruction& i, Mask lanes) {
   const size_t at = kResult ? 1 : 0;
   each(lanes, [&](int lane) {
-    uint8_t* const to = place(w, offset_address(w, i, i.operands[at], lane), 4, 4, kShared);
+    uint8_t* const to = place(w, offset_address(w, i, i.operands[at], lane), 4, 4, kShared, Use::kAtomic);
     uint32_t value;
     std::memcpy(&value, to, 4);
     const uint32_t now = F{}(value, w.row<uint32_t>(i.operands[at + 1])[lane]);
@@ -409,11 +413,12 @@ static_assert(sizeof(BarrierState) == 8);
 // The bytes that are on their way do not fit beside the rest: by the barrier's place.
 std::map<const uint8_t*, int64_t> bytes_on_their_way;
 
-void complete(uint8_t* barrier, BarrierState& state) {
+void complete(uint8_t* barrier, BarrierState& state, Races* races) {
   const auto bytes = bytes_on_their_way.find(barrier);
   if (state.pending == 0 && (bytes == bytes_on_their_way.end() || bytes->second == 0)) {
     state.phase ^= 1;
     state.pending = static_cast<int16_t>(state.expected);
+    if (races != nullptr) races->barrier(barrier).end_phase();
   }
   std::memcpy(barrier, &state, sizeof state);
 }
@@ -427,41 +432,55 @@ void arrive(Warp& w, uint8_t* barrier, int64_t bytes) {
   BarrierState state = barrier_at(w, barrier);
   if (--state.pending < 0) Machine::the().fail(w, "more arrivals at an mbarrier than it has");
   if (bytes != 0) bytes_on_their_way[barrier] += bytes;
-  complete(barrier, state);
+  Races* const races = w.cta->cluster->races.get();
+  if (races != nullptr) {
+    races->barrier(barrier).arriving.join(w.known);
+    Machine::tick(w);
+  }
+  complete(barrier, state, races);
 }
-void count_bytes(uint8_t* barrier, int64_t bytes) {
+void count_bytes(uint8_t* barrier, int64_t bytes, Races* races) {
   BarrierState state;
   std::memcpy(&state, barrier, sizeof state);
   bytes_on_their_way[barrier] -= bytes;
-  complete(barrier, state);
+  complete(barrier, state, races);
 }
 
 void barrier_init(Warp& w, const Instruction& i, Mask lanes) {
   each(lanes, [&](int lane) {
-    uint8_t* const barrier = Machine::the().shared_at(w, offset_address(w, i, i.operands[0], lane), 8, 8);
+    uint8_t* const barrier = Machine::the().shared_at(w, offset_address(w, i, i.operands[0], lane), 8, 8, Use::kNone);
     const auto count = static_cast<uint16_t>(w.row<uint32_t>(i.operands[1])[lane]);
     const BarrierState state{0, count, static_cast<int16_t>(count), BarrierState::kMade};
     bytes_on_their_way.erase(barrier);
+    if (Races* const races = w.cta->cluster->races.get(); races != nullptr) races->barrier(barrier).arriving.clear();
     std::memcpy(barrier, &state, sizeof state);
   });
 }
 void barrier_arrive(Warp& w, const Instruction& i, Mask lanes) {
-  each(lanes,
-       [&](int lane) { arrive(w, Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8), 0); });
+  each(lanes, [&](int lane) {
+    arrive(w, Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8, Use::kNone), 0);
+  });
 }
 void barrier_expect(Warp& w, const Instruction& i, Mask lanes) {
   each(lanes, [&](int lane) {
-    arrive(w, Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8),
+    arrive(w, Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8, Use::kNone),
            w.row<uint32_t>(i.operands[2])[lane]);
   });
 }
 void barrier_try_wait(Warp& w, const Instruction& i, Mask lanes) {
   Mask done = 0;
   each(lanes, [&](int lane) {
-    const uint8_t* const barrier = Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8);
+    const uint8_t* const barrier =
+        Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8, Use::kNone);
     const uint32_t parity = w.row<uint32_t>(i.operands[2])[lane];
     if (parity > 1) Machine::the().fail(w, "a parity of " + std::to_string(parity));
-    done |= static_cast<Mask>(barrier_at(w, barrier).phase != parity) << lane;
+    if (barrier_at(w, barrier).phase == parity) return;
+    done |= Mask{1} << lane;
+    if (Races* const races = w.cta->cluster->races.get(); races != nullptr) {
+      const Races::Barrier& passed = races->barrier(barrier);
+      w.known.join(passed.passed);
+      w.known.of(passed.actor) = passed.phases;
+    }
   });
   Mask& to = w.predicates[static_cast<size_t>(i.operands[0].at)];
   to = (to & ~lanes) | done;
@@ -481,10 +500,26 @@ void let_next(Warp& w, const Instruction&, Mask) { Machine::the().let_next_begin
 
 // --- Copies
 
+// Of a copy that counts for a barrier, into shared memory, or out of it.
+void watch_copy(Warp& w, uint64_t address, int64_t bytes, Use use, const uint8_t* barrier) {
+  Races* const races = w.cta->cluster->races.get();
+  if (races != nullptr) Machine::the().watch(w, address, bytes, use, races->barrier(barrier).of_copy());
+}
+Moment moment_of(const Warp& w, Races::Beside beside, int group) {
+  return {Races::of_warp(w.number, beside), static_cast<uint32_t>(group) + 1};
+}
+void ended(Warp& w, Races::Beside beside, int groups) {
+  if (w.cta->cluster->races == nullptr) return;
+  uint32_t& known = w.known.of(Races::of_warp(w.number, beside));
+  known = std::max(known, static_cast<uint32_t>(std::max(groups, 0)));
+}
+
 void copy_async(Warp& w, const Instruction& i, Mask lanes) {
   each(lanes, [&](int lane) {
     const int64_t bytes = w.row<uint32_t>(i.operands[2])[lane];
-    uint8_t* const to = Machine::the().shared_at(w, w.address(i.operands[0], lane), bytes, bytes);
+    uint8_t* const to = Machine::the().shared_at(w, w.address(i.operands[0], lane), bytes, bytes, Use::kNone);
+    Machine::the().watch(w, w.address(i.operands[0], lane), bytes, Use::kWrite,
+                         moment_of(w, Races::kCopies, w.copy_groups[lane]));
     const uint8_t* const from = Machine::the().memory_at(w, w.address(i.operands[1], lane), bytes, bytes);
     const auto copy = [=] { std::memcpy(to, from, static_cast<size_t>(bytes)); };
     if (Machine::the().at_once()) {
@@ -513,6 +548,7 @@ void wait_for_copies(Warp& w, const Instruction& i, Mask lanes) {
   const auto most = static_cast<int>(*w.row<uint32_t>(i.operands[0]));
   perform(w.copies,
           [&](const Pending& p) { return (lanes >> p.lane & 1) != 0 && p.group < w.copy_groups[p.lane] - most; });
+  if (lanes == w.live) ended(w, Races::kCopies, w.copy_groups[std::countr_zero(lanes)] - most);
 }
 
 // To shared memory of this CTA, or of one of the cluster, where a barrier counts the bytes.
@@ -521,12 +557,14 @@ void copy_bulk(Warp& w, const Instruction& i, Mask lanes, bool from_shared) {
     Machine& machine = Machine::the();
     const int64_t bytes = w.row<uint32_t>(i.operands[2])[lane];
     if (bytes % 16 != 0) machine.fail(w, "a bulk copy of " + std::to_string(bytes) + " bytes");
-    uint8_t* const to = machine.shared_at(w, w.address(i.operands[0], lane), bytes, 16);
-    const uint8_t* const from = place(w, w.address(i.operands[1], lane), bytes, 16, from_shared);
-    uint8_t* const barrier = machine.shared_at(w, w.address(i.operands[3], lane), 8, 8);
-    machine.later(machine.cta_of(w, w.address(i.operands[0], lane)), [=] {
+    uint8_t* const to = machine.shared_at(w, w.address(i.operands[0], lane), bytes, 16, Use::kNone);
+    const uint8_t* const from = place(w, w.address(i.operands[1], lane), bytes, 16, from_shared, Use::kNone);
+    uint8_t* const barrier = machine.shared_at(w, w.address(i.operands[3], lane), 8, 8, Use::kNone);
+    watch_copy(w, w.address(i.operands[0], lane), bytes, Use::kWrite, barrier);
+    if (from_shared) watch_copy(w, w.address(i.operands[1], lane), bytes, Use::kRead, barrier);
+    machine.later(machine.cta_of(w, w.address(i.operands[0], lane)), [=, races = w.cta->cluster->races.get()] {
       std::memcpy(to, from, static_cast<size_t>(bytes));
-      count_bytes(barrier, bytes);
+      count_bytes(barrier, bytes, races);
     });
   });
 }
@@ -541,13 +579,15 @@ void prefetch_bulk(Warp& w, const Instruction& i, Mask lanes) {
 }
 void store_async(Warp& w, const Instruction& i, Mask lanes) {  // to, four words, barrier
   each(lanes, [&](int lane) {
-    uint8_t* const to = Machine::the().shared_at(w, w.address(i.operands[0], lane), 16, 16);
-    uint8_t* const barrier = Machine::the().shared_at(w, w.address(i.operands[5], lane), 8, 8);
+    uint8_t* const to = Machine::the().shared_at(w, w.address(i.operands[0], lane), 16, 16, Use::kNone);
+    uint8_t* const barrier = Machine::the().shared_at(w, w.address(i.operands[5], lane), 8, 8, Use::kNone);
+    watch_copy(w, w.address(i.operands[0], lane), 16, Use::kWrite, barrier);
     std::array<uint32_t, 4> words;
     for (size_t k = 0; k < 4; ++k) words[k] = w.row<uint32_t>(i.operands[k + 1])[lane];
+    const auto races = w.cta->cluster->races.get();
     Machine::the().later(Machine::the().cta_of(w, w.address(i.operands[0], lane)), [=] {
       std::memcpy(to, words.data(), 16);
-      count_bytes(barrier, 16);
+      count_bytes(barrier, 16, races);
     });
   });
 }
@@ -573,11 +613,12 @@ void copy_tensor(Warp& w, const Instruction& i, Mask lanes) {
     const int64_t bytes = map.box_bytes();
     constexpr int64_t kAlign = 128;
     const auto send = [&](uint64_t rank_bits) {
-      uint8_t* const place = machine.shared_at(w, (to & 0xffffff) | rank_bits, bytes, kAlign);
-      uint8_t* const barrier = machine.shared_at(w, (counted & 0xffffff) | rank_bits, 8, 8);
-      machine.later(machine.cta_of(w, rank_bits), [=, map = map] {
+      uint8_t* const place = machine.shared_at(w, (to & 0xffffff) | rank_bits, bytes, kAlign, Use::kNone);
+      uint8_t* const barrier = machine.shared_at(w, (counted & 0xffffff) | rank_bits, 8, 8, Use::kNone);
+      watch_copy(w, (to & 0xffffff) | rank_bits, bytes, Use::kWrite, barrier);
+      machine.later(machine.cta_of(w, rank_bits), [=, map = map, races = w.cta->cluster->races.get()] {
         map.read(place, at, offsets);
-        count_bytes(barrier, bytes);
+        count_bytes(barrier, bytes, races);
       });
     };
     if (kMulticast) {
@@ -595,7 +636,9 @@ void store_tensor(Warp& w, const Instruction& i, Mask lanes) {  // [map, {x, y, 
     const TensorMap& map = map_at(w, w.address(i.operands[0], lane));
     std::array<int32_t, 4> at{};
     for (int k = 0; k < 3; ++k) at[k] = static_cast<int32_t>(w.row<uint32_t>(i.operands[1 + k])[lane]);
-    const uint8_t* const from = Machine::the().shared_at(w, w.address(i.operands[4], lane), map.box_bytes(), 128);
+    const uint64_t address = w.address(i.operands[4], lane);
+    const uint8_t* const from = Machine::the().shared_at(w, address, map.box_bytes(), 128, Use::kNone);
+    Machine::the().watch(w, address, map.box_bytes(), Use::kRead, moment_of(w, Races::kStores, w.stores_begun++));
     const auto write = [=, map = map] { map.write(from, at); };
     if (Machine::the().at_once()) {
       write();
@@ -606,6 +649,7 @@ void store_tensor(Warp& w, const Instruction& i, Mask lanes) {  // [map, {x, y, 
 }
 void wait_for_stores(Warp& w, const Instruction&, Mask lanes) {
   perform(w.stores, [&](const Pending& p) { return (lanes >> p.lane & 1) != 0; });
+  ended(w, Races::kStores, w.stores_begun);
 }
 
 // --- Matrices
@@ -620,8 +664,11 @@ void load_matrices(Warp& w, const Instruction& i, Mask) {
   for (int m = 0; m < 4; ++m) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const uint64_t row = w.address(i.operands[4], 8 * m + lane / 4);
-      const uint8_t* const from = Machine::the().shared_at(w, row, 16, 16) + lane % 4 * 4;
-      std::memcpy(&w.row<uint32_t>(i.operands[static_cast<size_t>(m)])[lane], from, 4);
+      const uint8_t* const from = Machine::the().shared_at(w, row, 16, 16, Use::kNone) + lane % 4 * 4;
+      uint32_t& to = w.row<uint32_t>(i.operands[static_cast<size_t>(m)])[lane];
+      std::memcpy(&to, from, 4);
+      // Rows that nobody needs may be on their way: NaN shows where they are needed.
+      if (Machine::the().too_early(w, row, 16)) to = 0xffffffff;
     }
   }
 }
@@ -632,7 +679,7 @@ void store_matrices_transposed(Warp& w, const Instruction& i, Mask) {
       for (int k = 0; k < 2; ++k) {
         const uint64_t row = w.address(i.operands[0], 8 * m + lane % 4 * 2 + k);
         const auto value = static_cast<uint16_t>(pair >> 16 * k);
-        std::memcpy(Machine::the().shared_at(w, row, 16, 16) + lane / 4 * 2, &value, 2);
+        std::memcpy(Machine::the().shared_at(w, row, 16, 16, Use::kWrite) + lane / 4 * 2, &value, 2);
       }
     }
   }
@@ -733,7 +780,7 @@ void multiply_group(Warp& w, const Instruction& i, Mask) {
   }
   const auto read = [&machine, &w](const Described& d, int row, int k) {
     uint32_t bits = 0;
-    std::memcpy(&bits, machine.shared_at(w, d.at(row, k * A::kBytes), A::kBytes, A::kBytes), A::kBytes);
+    std::memcpy(&bits, machine.shared_at(w, d.at(row, k * A::kBytes), A::kBytes, A::kBytes, Use::kNone), A::kBytes);
     return bits;
   };
   struct Rows {
@@ -754,6 +801,15 @@ void multiply_group(Warp& w, const Instruction& i, Mask) {
   }
   const uint64_t descriptor_b = *w.row<uint64_t>(i.operands[after]);
   const bool adds = (w.predicate(i.operands[after + 1]) & 1) != 0;
+  if (w.cta->cluster->races != nullptr) {
+    const auto watch = [&](const Described& d, int row) {
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        machine.watch(w, d.at(row, chunk * 16), 16, Use::kRead, moment_of(w, Races::kProducts, w.product_groups));
+      }
+    };
+    for (int row = 0; shared_a && row < 16; ++row) watch(Described(descriptor_a), w.index % 4 * 16 + row);
+    for (int n = 0; n < columns; ++n) watch(Described(descriptor_b), n);
+  }
   auto multiply = [=, &w, &i, &machine]() mutable {
     if (shared_a) {
       const Described d(descriptor_a);
@@ -766,7 +822,7 @@ void multiply_group(Warp& w, const Instruction& i, Mask) {
     for (int n = 0; n < columns; ++n) {
       for (int chunk = 0; chunk < 2; ++chunk) {
         uint8_t bytes[16];
-        std::memcpy(bytes, machine.shared_at(w, d.at(n, chunk * 16), 16, 16), 16);
+        std::memcpy(bytes, machine.shared_at(w, d.at(n, chunk * 16), 16, 16, Use::kNone), 16);
         for (int k = 0; k < 16 / A::kBytes; ++k) {
           uint32_t bits = 0;
           std::memcpy(&bits, bytes + k * A::kBytes, A::kBytes);
@@ -809,6 +865,7 @@ void commit_products(Warp& w, const Instruction&, Mask) { ++w.product_groups; }
 void wait_for_products(Warp& w, const Instruction& i, Mask) {
   const auto most = static_cast<int>(*w.row<uint32_t>(i.operands[0]));
   perform(w.products, [&](const Pending& p) { return p.group < w.product_groups - most; });
+  ended(w, Races::kProducts, w.product_groups - most);
 }
 
 // --- Names

@@ -54,7 +54,19 @@ Cta& Machine::cta_of(Warp& warp, uint64_t address) {
   return *warp.cta->cluster->ctas[rank - 1];
 }
 
-uint8_t* Machine::shared_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align) {
+void Machine::watch(Warp& warp, uint64_t address, int64_t bytes, Use use, const Moment& moment) {
+  Cta& cta = cta_of(warp, address);
+  const Races* const races = cta.cluster->races.get();
+  if (races == nullptr || use == Use::kNone) return;
+  const auto at = static_cast<int64_t>(address & 0xffffff);
+  if (const auto other = cta.shadow->access(at, bytes, use, warp.known, moment); other.has_value()) {
+    fail(warp, "a race in shared memory, near " + std::to_string(at) + ": " +
+                   (use == Use::kRead ? "a read by " : "a write by ") + races->name(moment.actor) +
+                   " is not ordered with one by " + races->name(other->actor));
+  }
+}
+
+uint8_t* Machine::shared_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align, Use use) {
   const Cta& cta = cta_of(warp, address);
   const uint64_t at = address & 0xffffff;
   if (static_cast<int64_t>(at) + bytes > cta.cluster->grid->launch.shared_bytes()) {
@@ -63,6 +75,10 @@ uint8_t* Machine::shared_at(Warp& warp, uint64_t address, int64_t bytes, int64_t
   }
   if (at % static_cast<uint64_t>(align) != 0) fail(warp, "shared memory that is not aligned: " + std::to_string(at));
   if (cta.live_warps == 0) fail(warp, "shared memory of a CTA that has ended");
+  if (watches_races) {
+    const uint32_t itself = Races::of_warp(warp.number, Races::kItself);
+    watch(warp, address, bytes, use, {itself, warp.known.of(itself)});
+  }
   return cta.shared + at;
 }
 
@@ -95,7 +111,10 @@ uint8_t* Machine::memory_at(Warp& warp, uint64_t address, int64_t bytes, int64_t
 void Machine::release(Barrier& barrier, const Cta& cta) {
   const int wanted = barrier.wanted == 0 ? cta.live_warps * kLanes : barrier.wanted;
   if (barrier.arrived != wanted || wanted == 0) return;
-  for (Warp* warp : barrier.waiting) warp->state = Warp::kReady;
+  for (Warp* warp : barrier.waiting) {
+    warp->state = Warp::kReady;
+    warp->known.join(barrier.known);
+  }
   barrier = {};
 }
 
@@ -104,6 +123,8 @@ void Machine::arrive_at_barrier(Warp& warp, int number, int threads, bool waits)
   if (barrier.arrived > 0 && barrier.wanted != threads) fail(warp, "a barrier of another number of threads");
   barrier.wanted = threads;
   barrier.arrived += kLanes;
+  barrier.known.join(warp.known);
+  tick(warp);
   if (waits) {
     warp.state = Warp::kAtBarrier;
     barrier.waiting.push_back(&warp);
@@ -116,11 +137,14 @@ void Machine::release(Cluster& cluster) {
   if (cluster.arrived == 0 || cluster.arrived != cluster.live_warps) return;
   cluster.arrived = 0;
   ++cluster.phase;
+  cluster.passed.join(cluster.arriving);
+  cluster.arriving.clear();
   for (auto& cta : cluster.ctas) {
     for (Warp& warp : cta->warps) {
       if (warp.state == Warp::kAtCluster) {
         warp.state = Warp::kReady;
         warp.cluster_arrived = false;
+        warp.known.join(cluster.passed);
       }
     }
   }
@@ -133,6 +157,8 @@ void Machine::arrive_at_cluster(Warp& warp) {
   if (cluster.ctas.size() == 1) return;
   warp.cluster_phase = cluster.phase;
   ++cluster.arrived;
+  cluster.arriving.join(warp.known);
+  tick(warp);
   release(cluster);
 }
 
@@ -149,6 +175,7 @@ void Machine::wait_for_cluster(Warp& warp) {
     warp.state = Warp::kAtCluster;
   } else {
     warp.cluster_arrived = false;
+    warp.known.join(warp.cta->cluster->passed);
   }
 }
 
@@ -209,6 +236,17 @@ void Machine::begin(Grid& grid) {
     begin(*cta, at, rank);
     cluster->live_warps += cta->live_warps;
     cluster->ctas.push_back(std::move(cta));
+  }
+  if (watches_races) {
+    cluster->races = std::make_unique<Races>(cluster->live_warps);
+    int number = 0;
+    for (auto& cta : cluster->ctas) {
+      cta->shadow = std::make_unique<Shadow>(launch.shared_bytes(), seed);
+      for (Warp& warp : cta->warps) {
+        warp.number = number++;
+        tick(warp);
+      }
+    }
   }
   clusters_.push_back(std::move(cluster));
 }

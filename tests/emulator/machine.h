@@ -17,6 +17,7 @@
 
 #include "../device_attributes.h"
 #include "program.h"
+#include "races.h"
 
 namespace emulator {
 
@@ -60,6 +61,9 @@ struct Warp {
   std::vector<Pending> copies, products, stores;
   int copy_groups[kLanes] = {};
   int product_groups = 0;
+  int stores_begun = 0;
+  int number = 0;  // in the cluster
+  Clock known;     // where races are watched
 
   template <typename T>
   T* row(const Operand& o) {
@@ -82,6 +86,7 @@ struct Warp {
 struct Barrier {
   int arrived = 0, wanted = 0;  // threads; 0: all of the CTA that have not ended
   std::vector<Warp*> waiting;
+  Clock known;  // to those who have arrived
 };
 
 struct Cta {
@@ -94,6 +99,7 @@ struct Cta {
   int live_warps = 0;
   int on_their_way = 0;  // copies into its shared memory
   bool lets_next_begin = false;
+  std::unique_ptr<Shadow> shadow;  // where races are watched
 };
 
 struct Cluster {
@@ -101,6 +107,8 @@ struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   int live_warps = 0, arrived = 0;
   uint32_t phase = 0;
+  std::unique_ptr<Races> races;  // where they are watched
+  Clock arriving, passed;        // as of an mbarrier
 };
 
 struct alignas(128) ParamLine {
@@ -155,6 +163,7 @@ class Machine {
   Fault fault;  // of kernels that are decoded from now on
   uint64_t faulty_kernels = 0;
   uint64_t seed = 0;
+  bool watches_races = false;
   uint64_t kernels = 0, instructions = 0;  // that have run
 
   // What kernels may read and write.
@@ -167,7 +176,19 @@ class Machine {
   void run();
 
   // Of instructions.
-  uint8_t* shared_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align);
+  // `use`: by the warp itself, now.
+  uint8_t* shared_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align, Use use);
+  // Whether the warp reads what is not known to be there yet.
+  bool too_early(Warp& warp, uint64_t address, int64_t bytes) {
+    Cta& cta = cta_of(warp, address);
+    return cta.shadow != nullptr &&
+           cta.shadow->access(static_cast<int64_t>(address & 0xffffff), bytes, Use::kGlance, warp.known, {})
+               .has_value();
+  }
+  // What the warp has others do beside it.
+  void watch(Warp& warp, uint64_t address, int64_t bytes, Use use, const Moment& moment);
+  // All that the warp has done so far is before what it does from now on.
+  static void tick(Warp& warp) { ++warp.known.of(Races::of_warp(warp.number, Races::kItself)); }
   uint8_t* memory_at(Warp& warp, uint64_t address, int64_t bytes, int64_t align);  // global, local or of the CTA
   [[noreturn]] void fail(Warp& warp, const std::string& what) const;
   bool at_once() { return mode_ == 0 || (mode_ == 2 && (random_() & 1) != 0); }

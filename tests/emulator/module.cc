@@ -109,6 +109,9 @@ NB_MODULE(_emulated, m) {
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "As of _cuda.");
   m.def("set_seed", [](uint64_t seed) { Machine::the().seed = seed; }, "Of the order in which things happen.");
   m.def(
+      "watch_races", [](bool watch) { Machine::the().watches_races = watch; },
+      "Whether kernels stop at accesses of shared memory that nothing orders.");
+  m.def(
       "leave_out", [](std::string name, int number) { Machine::the().fault = {std::move(name), number}; },
       "From now on kernels lack the instruction of this number among those whose name begins so; -1: none.");
   m.def("run_ptx", &emulator::run_ptx, "ptx, name, grid, threads, cluster, shared, arguments, arrays");
