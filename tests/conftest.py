@@ -21,7 +21,6 @@ if _path := os.environ.get("JAX_WONLY_EMULATED"):  # before anything imports jax
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(Path(__file__).parent / "emulator"))
     _EMULATED = importlib.import_module("emulate").install(Path(_path))
-    _EMULATED.watch_races(os.environ.get("JAX_WONLY_EMULATED_RACES", "") not in ("", "0"))
 
 
 def _gpu_requested(config) -> bool:
@@ -92,6 +91,7 @@ def emulated():
 def _emulated_order(seed):
     if _EMULATED is not None:
         _EMULATED.set_seed(seed)
+        _EMULATED.watch_races(os.environ.get("JAX_WONLY_EMULATED_RACES", "") not in ("", "0"))
 
 
 @pytest.fixture

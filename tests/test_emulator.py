@@ -1,14 +1,11 @@
 """The emulator of CUDA kernels: it computes what PTX says, and stops where that is undefined (tests/emulator)."""
 
-import os
-
 import jax
 import numpy as np
 import pytest
 
 from jax_wonly import _selftest
 
-WATCHES_RACES = os.environ.get("JAX_WONLY_EMULATED_RACES", "") not in ("", "0")
 HEAD = """
 .version 8.0
 .target sm_90a
@@ -33,16 +30,10 @@ HEAD = """
 
 
 @pytest.fixture
-def watch_races(emulated):
-    yield emulated.watch_races
-    emulated.watch_races(WATCHES_RACES)
-
-
-@pytest.fixture
-def run(emulated, watch_races):
+def run(emulated):
     def call(body: str, x, y, *, threads=32, shared=0, seed=0, races=False):
         emulated.set_seed(seed)
-        watch_races(races)
+        emulated.watch_races(races)
         arrays = [(a.ctypes.data, a.nbytes) for a in (x, y)]
         arguments = [address for address, _ in arrays]
         emulated.run_ptx(f"{HEAD}{body}\n}}\n", "kernel", [1], threads, 1, shared, arguments, arrays)
@@ -223,30 +214,23 @@ def test_faults(run, rng, body, shared, message):
             run(body, x, y, shared=shared, seed=seed)
 
 
-@pytest.mark.parametrize(("first", "stops"), [("barrier.cluster.wait.aligned;", True), ("", False)])
-def test_cluster_of_one(run, rng, first, stops):
-    """There ptxas makes a barrier of all threads of the wait, so that warps must not wait at different times."""
+@pytest.mark.parametrize("late", [True, False])
+def test_cluster_of_one(run, rng, late):
+    """There ptxas makes a barrier of all threads of the wait: no warp's may come after another has gone on."""
     x, y = rng.integers(0, 9, 64, dtype=np.int32), np.zeros(64, np.int32)
+    meet = "barrier.cluster.wait.aligned;"
     body = f"""
-      setp.ne.s32 %p1, %r0, 0;
-      @!%p1 mbarrier.init.shared::cta.b64 [%r2], 32;
-      bar.sync 0;
+      {INIT}
       barrier.cluster.arrive.relaxed.aligned;
-      setp.lt.u32 %p1, %r0, 32;
       @%p1 bra other;
-      {WAIT}
-      barrier.cluster.wait.aligned;
-      ret;
+      {WAIT} {meet} ret;
     other:
-      {first}
-      mbarrier.arrive.shared::cta.b64 _, [%r2];
-      {"" if first else "barrier.cluster.wait.aligned;"}
-      ret;
+      {meet + ARRIVE if late else ARRIVE + meet} ret;
     """
-    if not stops:
-        run(body, x, y, threads=64, shared=16)
-        return
-    with pytest.raises(RuntimeError, match="nothing comes on any more|wait for each other"):
+    if late:
+        with pytest.raises(RuntimeError, match="nothing comes on any more|wait for each other"):
+            run(body, x, y, threads=64, shared=16)
+    else:
         run(body, x, y, threads=64, shared=16)
 
 

@@ -233,9 +233,10 @@ void store(Warp& w, const Instruction& i, Mask lanes) {
     uint8_t* const to = place(w, address, bytes, bytes, kShared, Use::kNone);
     std::array<T, 4> values;
     for (size_t k = 0; k < count; ++k) values[k] = static_cast<T>(w.row<Row<T>>(i.operands[k + 1])[lane]);
-    // Several warps may write the same.
-    const bool changes = std::memcmp(to, values.data(), static_cast<size_t>(bytes)) != 0;
-    if (kShared && changes) place(w, address, bytes, bytes, kShared, Use::kWrite);
+    if (kShared &&
+        std::memcmp(to, values.data(), static_cast<size_t>(bytes)) != 0) {  // several warps may write the same
+      place(w, address, bytes, bytes, kShared, Use::kWrite);
+    }
     std::memcpy(to, values.data(), static_cast<size_t>(bytes));
   });
 }
@@ -410,6 +411,11 @@ struct BarrierState {
 };
 static_assert(sizeof(BarrierState) == 8);
 
+uint8_t* barrier_place(Warp& w, const Instruction& i, size_t operand, int lane) {
+  return Machine::the().shared_at(w, offset_address(w, i, i.operands[operand], lane), 8, 8, Use::kNone);
+}
+Races* races_of(const Warp& w) { return w.cta->cluster->races.get(); }  // where they are watched
+
 // The bytes that are on their way do not fit beside the rest: by the barrier's place.
 std::map<const uint8_t*, int64_t> bytes_on_their_way;
 
@@ -432,7 +438,7 @@ void arrive(Warp& w, uint8_t* barrier, int64_t bytes) {
   BarrierState state = barrier_at(w, barrier);
   if (--state.pending < 0) Machine::the().fail(w, "more arrivals at an mbarrier than it has");
   if (bytes != 0) bytes_on_their_way[barrier] += bytes;
-  Races* const races = w.cta->cluster->races.get();
+  Races* const races = races_of(w);
   if (races != nullptr) {
     races->barrier(barrier).arriving.join(w.known);
     Machine::tick(w);
@@ -448,35 +454,29 @@ void count_bytes(uint8_t* barrier, int64_t bytes, Races* races) {
 
 void barrier_init(Warp& w, const Instruction& i, Mask lanes) {
   each(lanes, [&](int lane) {
-    uint8_t* const barrier = Machine::the().shared_at(w, offset_address(w, i, i.operands[0], lane), 8, 8, Use::kNone);
+    uint8_t* const barrier = barrier_place(w, i, 0, lane);
     const auto count = static_cast<uint16_t>(w.row<uint32_t>(i.operands[1])[lane]);
     const BarrierState state{0, count, static_cast<int16_t>(count), BarrierState::kMade};
     bytes_on_their_way.erase(barrier);
-    if (Races* const races = w.cta->cluster->races.get(); races != nullptr) races->barrier(barrier).arriving.clear();
+    if (Races* const races = races_of(w); races != nullptr) races->barrier(barrier).arriving.clear();
     std::memcpy(barrier, &state, sizeof state);
   });
 }
 void barrier_arrive(Warp& w, const Instruction& i, Mask lanes) {
-  each(lanes, [&](int lane) {
-    arrive(w, Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8, Use::kNone), 0);
-  });
+  each(lanes, [&](int lane) { arrive(w, barrier_place(w, i, 1, lane), 0); });
 }
 void barrier_expect(Warp& w, const Instruction& i, Mask lanes) {
-  each(lanes, [&](int lane) {
-    arrive(w, Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8, Use::kNone),
-           w.row<uint32_t>(i.operands[2])[lane]);
-  });
+  each(lanes, [&](int lane) { arrive(w, barrier_place(w, i, 1, lane), w.row<uint32_t>(i.operands[2])[lane]); });
 }
 void barrier_try_wait(Warp& w, const Instruction& i, Mask lanes) {
   Mask done = 0;
   each(lanes, [&](int lane) {
-    const uint8_t* const barrier =
-        Machine::the().shared_at(w, offset_address(w, i, i.operands[1], lane), 8, 8, Use::kNone);
+    const uint8_t* const barrier = barrier_place(w, i, 1, lane);
     const uint32_t parity = w.row<uint32_t>(i.operands[2])[lane];
     if (parity > 1) Machine::the().fail(w, "a parity of " + std::to_string(parity));
     if (barrier_at(w, barrier).phase == parity) return;
     done |= Mask{1} << lane;
-    if (Races* const races = w.cta->cluster->races.get(); races != nullptr) {
+    if (Races* const races = races_of(w); races != nullptr) {
       const Races::Barrier& passed = races->barrier(barrier);
       w.known.join(passed.passed);
       w.known.of(passed.actor) = passed.phases;
@@ -502,14 +502,14 @@ void let_next(Warp& w, const Instruction&, Mask) { Machine::the().let_next_begin
 
 // Of a copy that counts for a barrier, into shared memory, or out of it.
 void watch_copy(Warp& w, uint64_t address, int64_t bytes, Use use, const uint8_t* barrier) {
-  Races* const races = w.cta->cluster->races.get();
+  Races* const races = races_of(w);
   if (races != nullptr) Machine::the().watch(w, address, bytes, use, races->barrier(barrier).of_copy());
 }
 Moment moment_of(const Warp& w, Races::Beside beside, int group) {
   return {Races::of_warp(w.number, beside), static_cast<uint32_t>(group) + 1};
 }
 void ended(Warp& w, Races::Beside beside, int groups) {
-  if (w.cta->cluster->races == nullptr) return;
+  if (races_of(w) == nullptr) return;
   uint32_t& known = w.known.of(Races::of_warp(w.number, beside));
   known = std::max(known, static_cast<uint32_t>(std::max(groups, 0)));
 }
@@ -562,7 +562,7 @@ void copy_bulk(Warp& w, const Instruction& i, Mask lanes, bool from_shared) {
     uint8_t* const barrier = machine.shared_at(w, w.address(i.operands[3], lane), 8, 8, Use::kNone);
     watch_copy(w, w.address(i.operands[0], lane), bytes, Use::kWrite, barrier);
     if (from_shared) watch_copy(w, w.address(i.operands[1], lane), bytes, Use::kRead, barrier);
-    machine.later(machine.cta_of(w, w.address(i.operands[0], lane)), [=, races = w.cta->cluster->races.get()] {
+    machine.later(machine.cta_of(w, w.address(i.operands[0], lane)), [=, races = races_of(w)] {
       std::memcpy(to, from, static_cast<size_t>(bytes));
       count_bytes(barrier, bytes, races);
     });
@@ -584,7 +584,7 @@ void store_async(Warp& w, const Instruction& i, Mask lanes) {  // to, four words
     watch_copy(w, w.address(i.operands[0], lane), 16, Use::kWrite, barrier);
     std::array<uint32_t, 4> words;
     for (size_t k = 0; k < 4; ++k) words[k] = w.row<uint32_t>(i.operands[k + 1])[lane];
-    const auto races = w.cta->cluster->races.get();
+    const auto races = races_of(w);
     Machine::the().later(Machine::the().cta_of(w, w.address(i.operands[0], lane)), [=] {
       std::memcpy(to, words.data(), 16);
       count_bytes(barrier, 16, races);
@@ -616,7 +616,7 @@ void copy_tensor(Warp& w, const Instruction& i, Mask lanes) {
       uint8_t* const place = machine.shared_at(w, (to & 0xffffff) | rank_bits, bytes, kAlign, Use::kNone);
       uint8_t* const barrier = machine.shared_at(w, (counted & 0xffffff) | rank_bits, 8, 8, Use::kNone);
       watch_copy(w, (to & 0xffffff) | rank_bits, bytes, Use::kWrite, barrier);
-      machine.later(machine.cta_of(w, rank_bits), [=, map = map, races = w.cta->cluster->races.get()] {
+      machine.later(machine.cta_of(w, rank_bits), [=, map = map, races = races_of(w)] {
         map.read(place, at, offsets);
         count_bytes(barrier, bytes, races);
       });
@@ -801,7 +801,7 @@ void multiply_group(Warp& w, const Instruction& i, Mask) {
   }
   const uint64_t descriptor_b = *w.row<uint64_t>(i.operands[after]);
   const bool adds = (w.predicate(i.operands[after + 1]) & 1) != 0;
-  if (w.cta->cluster->races != nullptr) {
+  if (races_of(w) != nullptr) {
     const auto watch = [&](const Described& d, int row) {
       for (int chunk = 0; chunk < 2; ++chunk) {
         machine.watch(w, d.at(row, chunk * 16), 16, Use::kRead, moment_of(w, Races::kProducts, w.product_groups));
