@@ -212,8 +212,9 @@ int check(int every, const char* only) {
             ++cases;
             const bool narrow = args.y_dtype != DType::kF32;
             if (!narrow) worst = std::max(worst, error);
-            // A weight that lies between two numbers may be rounded the other way.
-            const double bound = narrow ? 4e-3 : rounds ? 2e-5 : xt == DType::kF32 ? 2e-6 : 1e-6;
+            // A weight that lies between two numbers may be rounded the other way, and sums that run through all
+            // inputs lose half of their last place with each product of 16.
+            const double bound = narrow ? 4e-3 : rounds ? 2e-5 + s.k / 16 * 0x1p-24 : xt == DType::kF32 ? 2e-6 : 1e-6;
             if (!(error < bound) && ++failed <= 20) {
               std::printf("WRONG b%ld m%ld k%ld n%ld g%ld bits%d x%d variant%d %s %d %d %d %d: %g\n", s.b, s.m, s.k,
                           s.n, s.group, bits, int(xt), variant, kernel, p0, p1, p2, p3, error);
@@ -260,7 +261,7 @@ int check(int every, const char* only) {
                     return mma::launch(args, {tokens, shared_tiles, splits, shared_share(device, ctas)}, nullptr);
                   });
                 }
-            for (int tokens : {64, 128, 144, 160, 176, 192, 208, 224, 240, 256})
+            for (int tokens : {64, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256})
               for (int splits : {1, 2, 3})
                 for (int multiprocessors : {4, 12, device.multiprocessors}) {
                   if (device.architecture != 90 || splits > ceil_div(s.k, tiled::kStageInputs)) continue;
@@ -271,7 +272,7 @@ int check(int every, const char* only) {
             rounds = false;
           }
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
-          for (int tokens : {8, 16, 32, 48, 64, 96, 128}) {
+          for (int tokens : {8, 16, 32, 48, 64, 80, 96, 104, 112, 120, 128}) {
             rounds = warpgroup::rounds(args, tokens);
             if (rounds) want.swap(of_rounded);
             for (int warpgroups : {1, 2, 4})
@@ -415,14 +416,14 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         report(-4, parts, 0, cluster, 1,
                graph_us(calls, [&](const MatmulArgs& args) { return resident::launch(args, config, shared, s); }, s));
       }
-      for (int tokens : {8, 16, 32, 48, 64, 96, 128})
+      for (int tokens : {8, 16, 32, 48, 64, 80, 96, 104, 112, 120, 128})
         for (int warpgroups : {1, 2, 4})
           for (int cluster : {1, 2, 3, 4, 6}) {
             if (device.architecture != 90 || !warpgroup::supports(calls[0]) ||
                 (warpgroups == 4 && tokens != 32 && tokens != 64) || (warpgroups == 1 && tokens > 64))
               continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
-            if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < (xt == DType::kF32 ? 64 : 128))) continue;
+            if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < (xt == DType::kF32 ? 64 : 96))) continue;
             const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * cluster;
             if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
             const warpgroup::Config config{tokens, warpgroups, cluster, device.multiprocessors};
@@ -443,7 +444,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
           report(-3, tokens / 8, splits, 1, mma::kCtas,
                  graph_us(calls, [&](const MatmulArgs& args) { return mma::launch(args, config, s); }, s));
         }
-      for (int tokens : {144, 160, 176, 192, 208, 224, 240, 256})
+      for (int tokens = 136; tokens <= tiled::kTileTokens; tokens += 8)
         for (int splits = 1; splits <= 8; ++splits) {
           if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 16) continue;
           if (tokens > 128 && tokens >= m + 64) continue;

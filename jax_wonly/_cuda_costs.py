@@ -23,7 +23,7 @@ class Warpgroups(NamedTuple):
     start: float  # until the first product, and from the last to the result
     # Of a stage, for every group that ends in it but one (0: no kernel for groups of 32 and 64), and for every one with
     # float zeros or offsets (0: a kernel only with scales of the activations' type). Where weights are rounded, what
-    # groups of 32 and 64 add to a stage, and zeros.
+    # groups of 32 and 64 add to a stage, and zeros (0: no kernel for such).
     group: float
     sum: float
 
@@ -47,7 +47,7 @@ class Scheme(NamedTuple):
         """As ``warpgroup::rounds`` there."""
         if self.floats or not self.alike:
             return self.alike
-        return tokens >= 64 if self.ends > 1 else self.bits == 4 and not self.zeros and tokens >= 96
+        return tokens >= 64 if self.ends > 1 else self.bits == 4 and not self.zeros and tokens >= 80
 
 
 class Cluster(NamedTuple):
@@ -241,7 +241,7 @@ def warpgroup_times(
     choices += [
         (shape, (ends > 1) * shape.group + scheme.zeros * shape.sum)
         for shape in costs.rounded
-        if scheme.rounds(shape.tokens)
+        if scheme.rounds(shape.tokens) and (shape.sum or not scheme.zeros)
     ]
     for shape, more in choices:
         if (

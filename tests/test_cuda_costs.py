@@ -1,6 +1,7 @@
 """The cost models of the CUDA kernels: their files, the header made of them, and how they are fitted."""
 
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -32,6 +33,19 @@ def test_choices_are_nearly_the_fastest(fit_costs, architecture):
     assert len(ratios) == len(cases) > 200
     # The record's worst is 64 tokens at 8192 x 28672, where the number is CUPTI's (docs/performance.md, log 65 and 91).
     assert sum(ratios) / len(ratios) < 1.008 and max(ratios) < 1.14
+
+
+def test_heights_of_some_schemes():
+    """No scheme is offered a number of tokens that `launch_tokens` in `matmul_warpgroup.cuh` has no kernel for."""
+    numbers = _cuda_costs.warpgroups_of(_cuda_costs.read(90)["warpgroup"])
+    offered = set()
+    for bits, ends, zeros, floats in itertools.product((4, 8), (1, 2, 4), (False, True), (False, True)):
+        scheme = _cuda_costs.Scheme(bits, ends, zeros, floats)
+        for (tokens, *_), _ in _cuda_costs.warpgroup_times(100, 4096, 4096, 1, scheme, 132, numbers):
+            offered.add((tokens, bits, ends > 1, zeros))
+    schemes = {tokens: {row[1:] for row in offered if row[0] == tokens} for tokens, *_ in offered}
+    assert schemes[80] == schemes[104] == schemes[120] == {(4, False, False)}
+    assert schemes[112] == {row for row in schemes[96] | schemes[128] if row[0] == 4}
 
 
 def test_fit_finds_what_was_measured(fit_costs):

@@ -172,9 +172,10 @@ struct ConsumerOf {
     }
   }
 
-  // The same for rows that may lie anywhere, whose places are known before; kRows at a time, for which `staged` has
-  // room: for all, where nobody else has anything there, if it is `whole`. pack(i): sums i and i + 1 as they are
-  // stored; place_of(i): where row 16 i + stored_row() is, from `y` on, or, with kHoles, negative if there is none.
+  // The same for rows that may lie anywhere, whose places are known before; kRows at a time, 16 or some, for which
+  // `staged` has room: for all, where nobody else has anything there, if it is `whole`. kColumns are whole eights.
+  // pack(i): sums i and i + 1 as they are stored; place_of(i): where row 16 i + stored_row() is, from `y` on, or, with
+  // kHoles, negative if there is none.
   __device__ static int stored_row() { return thread() / 8; }
   template <int kColumns, int kRows, bool kHoles = false, typename Pack, typename PlaceOf>
   __device__ __forceinline__ void store_placed(const MatmulArgs& args, uint16_t* y, int64_t n0, int rows, float* staged,
@@ -192,9 +193,12 @@ struct ConsumerOf {
 #pragma unroll
       for (int pair = 0; pair < kRows / 16; ++pair) {
         if (base + pair * 16 >= kColumns) break;
-        uint32_t matrices[4];
+        uint32_t matrices[4] = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) matrices[i] = pack(part * (kRows / 2) + pair * 8 + i * 2);
+        for (int i = 0; i < 4; ++i) {
+          const int at = part * (kRows / 2) + pair * 8 + i * 2;
+          if (at < kColumns / 2) matrices[i] = pack(at);
+        }
         const int row = pair * 16 + lane() / 16 * 8 + lane() % 8, of_row = warp * 2 + lane() / 8 % 2;
         ptx::store_matrices_transposed(chunks + row * 8 + (of_row ^ (row % 8)), matrices);
       }

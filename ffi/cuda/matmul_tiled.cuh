@@ -163,8 +163,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
     return launch_waves<std::remove_pointer_t<decltype(source)>, X>(args, config, stages, {}, map, stream);
   };
   if (config.tokens <= highest(Heights::kLow)) return launch(static_cast<Waves<Heights::kLow>*>(nullptr));
-  return config.tokens % step(Heights::kEven) == 0 ? launch(static_cast<Waves<Heights::kEven>*>(nullptr))
-                                                   : launch(static_cast<Waves<Heights::kOdd>*>(nullptr));
+  return config.tokens <= highest(Heights::kMiddle) ? launch(static_cast<Waves<Heights::kMiddle>*>(nullptr))
+                                                    : launch(static_cast<Waves<Heights::kHigh>*>(nullptr));
 }
 
 }  // namespace wonly::tiled

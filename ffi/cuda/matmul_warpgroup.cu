@@ -37,7 +37,7 @@ bool rounds(const MatmulArgs& args, int tokens) {
   if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   if (!is_plain(args)) return false;
   const int log2 = log2_group_blocks(args);
-  return log2 == 0 || log2 == 1 ? tokens >= 64 : args.bits == 4 && !shifted && tokens >= 96;
+  return log2 == 0 || log2 == 1 ? tokens >= 64 : args.bits == 4 && !shifted && tokens >= 80;
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {
@@ -80,7 +80,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   }
   for (int i = 0; i < costs.rounded_count; ++i) {
     const Cost& cost = costs.rounded[i];
-    if (!rounds(args, cost.tokens)) continue;
+    if (!rounds(args, cost.tokens) || (args.shift_mode == ShiftMode::kZeros && cost.sum == 0.f)) continue;
     consider(cost, (groups > 1.f ? cost.group : 0.f) + (args.shift_mode == ShiftMode::kZeros ? cost.sum : 0.f));
   }
   return least;

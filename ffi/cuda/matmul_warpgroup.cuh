@@ -875,14 +875,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     // Rows of this CTA's, the first of which are staged from `at` of the ring on.
     const auto store = [&](const auto& sums, auto columns, int rows, int at) {
+      constexpr int kStaged = (columns.value + 15) / 16 * 16;
       const auto pack = [&](int i) {
         return pack_pair(from_float<X>(fmaf(sums[i], kUnscale, bias[i % 4 / 2])),
                          from_float<X>(fmaf(sums[i + 1], kUnscale, bias[i % 4 / 2])));
       };
       uint16_t* const y = static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n;
-      float* const staged = reinterpret_cast<float*>(ring + at + warpgroup * columns.value * kTileN * 2);
+      float* const staged = reinterpret_cast<float*>(ring + at + warpgroup * kStaged * kTileN * 2);
       const int block = me.stored_row() / 8 * params.cluster + rank;
-      me.template store_placed<columns.value, columns.value>(
+      me.template store_placed<columns.value, kStaged>(
           args, y, n0 + warpgroup * kTileN, rows, staged, pack,
           [&](int i) { return (block + 2 * i * params.cluster) * 8 + me.stored_row() % 8; });
     };
@@ -1088,12 +1089,24 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   constexpr integral_constant<int, 32> t32;
   constexpr integral_constant<int, 48> t48;
   constexpr integral_constant<int, 64> t64;
+  constexpr integral_constant<int, 80> t80;
   constexpr integral_constant<int, 96> t96;
+  constexpr integral_constant<int, 104> t104;
+  constexpr integral_constant<int, 112> t112;
+  constexpr integral_constant<int, 120> t120;
   constexpr integral_constant<int, 128> t128;
   constexpr bool kRounded = kKind == Kind::kRounded || kKind == Kind::kRoundedAndZeros;
   if constexpr (kRounded) {
     if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
     if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
+  }
+  if constexpr (kKind == Kind::kRounded && kFlushes == 1 && kBits == 4) {
+    if (config.warpgroups == 2 && config.tokens == 80) return launch(t80, two);
+    if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
+    if (config.warpgroups == 2 && config.tokens == 120) return launch(t120, two);
+  }
+  if constexpr (kBits == 4 && (kRounded || (kKind == Kind::kPlain && kFlushes == 1))) {
+    if (config.warpgroups == 2 && config.tokens == 112) return launch(t112, two);
   }
   if constexpr (kKind == Kind::kPlain) {
     if constexpr (kFlushes == 1 && kBits == 4) {

@@ -6,7 +6,7 @@
 namespace wonly::warpgroup {
 
 struct Config {
-  int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 96, and other warpgroups than 2, as
+  int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 80 to 120, and other warpgroups than 2, as
   int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8 (of eight bits),
                    // 16, 32 or 64, and 2
   int cluster;     // CTAs along the inputs, 1 .. 8
@@ -23,7 +23,8 @@ struct Cost {
   float group;         // of a stage, for every group that ends in it but one; 0: no kernel for groups of 32 and 64
   float sum;           // for every one, with float zeros or offsets; 0: a kernel only where is_plain
 };
-// Those that round weights: `group` is what groups of 32 and 64 add to a stage, `sum` what zeros do.
+// Those that round weights: `group` is what groups of 32 and 64 add to a stage, `sum` what zeros do; 0: no kernel for
+// such.
 // Clusters of CTAs, what they cost, and the share of all multiprocessors that they can use: a cluster lies in one part
 // of the chip.
 struct ClusterCost {

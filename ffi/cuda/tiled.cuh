@@ -23,6 +23,7 @@
 #include <cuda_fp16.h>
 
 #include <type_traits>
+#include <utility>
 
 #include "cuda/cluster_tiles.cuh"
 #include "cuda/element.cuh"
@@ -60,14 +61,22 @@ struct Tile {
   int rest, split;  // of a tile that several clusters share
 };
 
-// The heights that a kernel multiplies, beside 64: 128, 192 and 256; 144 and 160; 176, 208 and 240; 192, 224 and 256.
-// More of them in one kernel leave `ptxas` short of registers, and low ones have room for more stages.
-enum class Heights { kWhole, kLow, kOdd, kEven };
+// The heights that a kernel multiplies, beside 64: 128, 192 and 256; or in steps of 8 136 to 160, 168 to 208, or 216 to
+// 256. More of them in one kernel leave `ptxas` short of registers, and low ones have room for more stages.
+enum class Heights { kWhole, kLow, kMiddle, kHigh };
 constexpr int lowest(Heights heights) {
-  return heights == Heights::kWhole ? 128 : heights == Heights::kLow ? 144 : heights == Heights::kOdd ? 176 : 192;
+  return heights == Heights::kWhole ? 128 : heights == Heights::kLow ? 136 : heights == Heights::kMiddle ? 168 : 216;
 }
-constexpr int step(Heights heights) { return heights == Heights::kWhole ? 64 : heights == Heights::kLow ? 16 : 32; }
-constexpr int highest(Heights heights) { return heights == Heights::kLow ? 160 : kTileRows; }  // whole boxes
+constexpr int step(Heights heights) { return heights == Heights::kWhole ? 64 : 8; }
+constexpr int highest(Heights heights) {
+  return heights == Heights::kLow ? 160 : heights == Heights::kMiddle ? 208 : kTileRows;
+}
+// f(64, those of the kernel in rising order), as types that know the number.
+template <Heights kHeights, int... kIndex, typename F>
+__device__ __forceinline__ void with_heights(std::integer_sequence<int, kIndex...>, F&& f) {
+  f(std::integral_constant<int, 64>{}, std::integral_constant<int, lowest(kHeights) + kIndex * step(kHeights)>{}...);
+}
+constexpr int whole_boxes(int rows) { return (rows + kBoxRows - 1) / kBoxRows * kBoxRows; }
 
 // What most sources have in common: rows that follow each other in memory, and one weight for all inputs.
 template <Heights kHeights_>
@@ -98,7 +107,7 @@ struct RowsOf {
     int begin, boxes, first;
   };
   __device__ static Copies copies(const Tile& tile, int columns, int rank) {
-    const int boxes = (columns + kBoxRows - 1) / kBoxRows, share = (boxes + kCluster - 1) / kCluster;
+    const int boxes = whole_boxes(columns) / kBoxRows, share = (boxes + kCluster - 1) / kCluster;
     const int begin = rank * share * kBoxRows;
     return {begin, rank == 0 ? share : boxes - share, tile.first + begin};
   }
@@ -125,7 +134,7 @@ struct Shape {
   static constexpr bool kZeros = kCodes == Codes::kWithZeros, kTable = kCodes == Codes::kOfTable;
   static constexpr bool kFloat32Scales = Source::kFloat32Scales || kTable;
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
-  static constexpr int kXBytes = highest(Source::kHeights) * kStageK * 2;
+  static constexpr int kXBytes = whole_boxes(highest(Source::kHeights)) * kStageK * 2;
   static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
   static constexpr int kAffineAt = kXBytes + kWarpgroups * kWeightBytes;
   static constexpr int kStageBytes = kAffineAt + 2 * kOutputs * static_cast<int>(sizeof(Affine));
@@ -166,7 +175,7 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
     auto walk = source.walk(tile, rank);
     if (activations) {
       const int columns = source.columns(tile);
-      const int x_bytes = (columns + kBoxRows - 1) / kBoxRows * kBoxRows * kStageK * 2;
+      const int x_bytes = whole_boxes(columns) * kStageK * 2;
       const int x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
       const auto copies = source.copies(tile, columns, rank);
       for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
@@ -524,16 +533,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       float acc[kTileRows / 2];
       const int columns = source.columns(tile);
-      constexpr int kLowest = lowest(Source::kHeights), kStep = step(Source::kHeights);
-      if (columns == 64) {
-        multiply(tile, acc, std::integral_constant<int, 64>{});
-      } else if (columns == kLowest) {
-        multiply(tile, acc, std::integral_constant<int, kLowest>{});
-      } else if (Source::kHeights == Heights::kLow || columns == kLowest + kStep) {
-        multiply(tile, acc, std::integral_constant<int, kLowest + kStep>{});
-      } else if constexpr (Source::kHeights != Heights::kLow) {
-        multiply(tile, acc, std::integral_constant<int, kLowest + 2 * kStep>{});
-      }
+      constexpr Heights kHeights = Source::kHeights;
+      constexpr int kCount = (highest(kHeights) - lowest(kHeights)) / step(kHeights) + 1;
+      with_heights<kHeights>(std::make_integer_sequence<int, kCount>{}, [&](auto... heights) {
+        (void)(((columns <= heights.value || heights.value == highest(kHeights)) &&
+                (multiply(tile, acc, heights), true)) ||
+               ...);
+      });
       const bool last = index + 1 == count;
       if (last) ptx::named_sync<kConsumersBarrier, kWarpgroups * 128>();  // nobody has anything in the ring any more
       finish_tile(tile, acc, last);

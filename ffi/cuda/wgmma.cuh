@@ -27,22 +27,33 @@ struct WgmmaBytes;
 #define WONLY_D24 WONLY_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WONLY_D32 WONLY_D16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WONLY_D40 WONLY_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define WONLY_D48 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WONLY_D52 WONLY_D48 ", %48, %49, %50, %51"
 #define WONLY_D56 WONLY_D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define WONLY_D60 WONLY_D56 ", %56, %57, %58, %59"
 #define WONLY_D64 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WONLY_D68 WONLY_D64 ", %64, %65, %66, %67"
 #define WONLY_D72 WONLY_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WONLY_D76 WONLY_D72 ", %72, %73, %74, %75"
 #define WONLY_D80 WONLY_D64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WONLY_D84 WONLY_D80 ", %80, %81, %82, %83"
 #define WONLY_D88 WONLY_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define WONLY_D92 WONLY_D88 ", %88, %89, %90, %91"
 #define WONLY_D96 WONLY_D80 \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WONLY_D100 WONLY_D96 ", %96, %97, %98, %99"
 #define WONLY_D104 WONLY_D96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define WONLY_D108 WONLY_D104 ", %104, %105, %106, %107"
 #define WONLY_D112 WONLY_D96 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WONLY_D116 WONLY_D112 ", %112, %113, %114, %115"
 #define WONLY_D120 WONLY_D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define WONLY_D124 WONLY_D120 ", %120, %121, %122, %123"
 #define WONLY_D128 WONLY_D112 \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define WONLY_OF4(bound, i) "+" bound(d[i]), "+" bound(d[i + 1]), "+" bound(d[i + 2]), "+" bound(d[i + 3])
@@ -53,16 +64,27 @@ struct WgmmaBytes;
 #define WONLY_OF16(bound, i) WONLY_OF8(bound, i), WONLY_OF8(bound, i + 8)
 #define WONLY_OF24(bound, i) WONLY_OF16(bound, i), WONLY_OF8(bound, i + 16)
 #define WONLY_OF32(bound, i) WONLY_OF16(bound, i), WONLY_OF16(bound, i + 16)
+#define WONLY_OF40(bound, i) WONLY_OF32(bound, i), WONLY_OF8(bound, i + 32)
 #define WONLY_OF48(bound, i) WONLY_OF32(bound, i), WONLY_OF16(bound, i + 32)
+#define WONLY_OF52(bound, i) WONLY_OF48(bound, i), WONLY_OF4(bound, i + 48)
 #define WONLY_OF56(bound, i) WONLY_OF48(bound, i), WONLY_OF8(bound, i + 48)
+#define WONLY_OF60(bound, i) WONLY_OF56(bound, i), WONLY_OF4(bound, i + 56)
 #define WONLY_OF64(bound, i) WONLY_OF32(bound, i), WONLY_OF32(bound, i + 32)
+#define WONLY_OF68(bound, i) WONLY_OF64(bound, i), WONLY_OF4(bound, i + 64)
 #define WONLY_OF72(bound, i) WONLY_OF64(bound, i), WONLY_OF8(bound, i + 64)
+#define WONLY_OF76(bound, i) WONLY_OF72(bound, i), WONLY_OF4(bound, i + 72)
 #define WONLY_OF80(bound, i) WONLY_OF64(bound, i), WONLY_OF16(bound, i + 64)
+#define WONLY_OF84(bound, i) WONLY_OF80(bound, i), WONLY_OF4(bound, i + 80)
 #define WONLY_OF88(bound, i) WONLY_OF80(bound, i), WONLY_OF8(bound, i + 80)
+#define WONLY_OF92(bound, i) WONLY_OF88(bound, i), WONLY_OF4(bound, i + 88)
 #define WONLY_OF96(bound, i) WONLY_OF64(bound, i), WONLY_OF32(bound, i + 64)
+#define WONLY_OF100(bound, i) WONLY_OF96(bound, i), WONLY_OF4(bound, i + 96)
 #define WONLY_OF104(bound, i) WONLY_OF96(bound, i), WONLY_OF8(bound, i + 96)
+#define WONLY_OF108(bound, i) WONLY_OF104(bound, i), WONLY_OF4(bound, i + 104)
 #define WONLY_OF112(bound, i) WONLY_OF96(bound, i), WONLY_OF16(bound, i + 96)
+#define WONLY_OF116(bound, i) WONLY_OF112(bound, i), WONLY_OF4(bound, i + 112)
 #define WONLY_OF120(bound, i) WONLY_OF112(bound, i), WONLY_OF8(bound, i + 112)
+#define WONLY_OF124(bound, i) WONLY_OF120(bound, i), WONLY_OF4(bound, i + 120)
 #define WONLY_OF128(bound, i) WONLY_OF64(bound, i), WONLY_OF64(bound, i + 64)
 // clang-format on
 
@@ -105,16 +127,27 @@ WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 24, 12, 12, 13, 14, 15, 16, 17)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 32, 16, 16, 17, 18, 19, 20, 21)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 48, 24, 24, 25, 26, 27, 28, 29)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 64, 32, 32, 33, 34, 35, 36, 37)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 80, 40, 40, 41, 42, 43, 44, 45)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 96, 48, 48, 49, 50, 51, 52, 53)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 104, 52, 52, 53, 54, 55, 56, 57)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 112, 56, 56, 57, 58, 59, 60, 61)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 120, 60, 60, 61, 62, 63, 64, 65)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 128, 64, 64, 65, 66, 67, 68, 69)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 136, 68, 68, 69, 70, 71, 72, 73)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 144, 72, 72, 73, 74, 75, 76, 77)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 152, 76, 76, 77, 78, 79, 80, 81)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 160, 80, 80, 81, 82, 83, 84, 85)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 168, 84, 84, 85, 86, 87, 88, 89)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 176, 88, 88, 89, 90, 91, 92, 93)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 184, 92, 92, 93, 94, 95, 96, 97)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 192, 96, 96, 97, 98, 99, 100, 101)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 200, 100, 100, 101, 102, 103, 104, 105)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 208, 104, 104, 105, 106, 107, 108, 109)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 216, 108, 108, 109, 110, 111, 112, 113)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 224, 112, 112, 113, 114, 115, 116, 117)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 232, 116, 116, 117, 118, 119, 120, 121)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 240, 120, 120, 121, 122, 123, 124, 125)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 248, 124, 124, 125, 126, 127, 128, 129)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 256, 128, 128, 129, 130, 131, 132, 133)
 WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 8, 4, 4, 5, 6)
 WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 64, 32, 32, 33, 34)
@@ -148,16 +181,27 @@ struct WgmmaBytes<256> {
 #undef WONLY_D16
 #undef WONLY_D24
 #undef WONLY_D32
+#undef WONLY_D40
 #undef WONLY_D48
+#undef WONLY_D52
 #undef WONLY_D56
+#undef WONLY_D60
 #undef WONLY_D64
+#undef WONLY_D68
 #undef WONLY_D72
+#undef WONLY_D76
 #undef WONLY_D80
+#undef WONLY_D84
 #undef WONLY_D88
+#undef WONLY_D92
 #undef WONLY_D96
+#undef WONLY_D100
 #undef WONLY_D104
+#undef WONLY_D108
 #undef WONLY_D112
+#undef WONLY_D116
 #undef WONLY_D120
+#undef WONLY_D124
 #undef WONLY_D128
 #undef WONLY_OF4
 #undef WONLY_OF8
@@ -165,16 +209,27 @@ struct WgmmaBytes<256> {
 #undef WONLY_OF16
 #undef WONLY_OF24
 #undef WONLY_OF32
+#undef WONLY_OF40
 #undef WONLY_OF48
+#undef WONLY_OF52
 #undef WONLY_OF56
+#undef WONLY_OF60
 #undef WONLY_OF64
+#undef WONLY_OF68
 #undef WONLY_OF72
+#undef WONLY_OF76
 #undef WONLY_OF80
+#undef WONLY_OF84
 #undef WONLY_OF88
+#undef WONLY_OF92
 #undef WONLY_OF96
+#undef WONLY_OF100
 #undef WONLY_OF104
+#undef WONLY_OF108
 #undef WONLY_OF112
+#undef WONLY_OF116
 #undef WONLY_OF120
+#undef WONLY_OF124
 #undef WONLY_OF128
 
 }  // namespace wonly::ptx

@@ -145,15 +145,35 @@ def test_large_weights_few_tokens(rng, bits, mode, x_dtype, m, k, n, group_size)
     assert np.isfinite(y[1:]).all()
 
 
-@pytest.mark.parametrize("m", [280, 310, 350, 380, 410, 440, 470, 500, 513])
+@pytest.mark.parametrize(
+    ("m", "n"),
+    [
+        *((m, 8192) for m in (264, 280, 300, 310, 330, 350, 365, 380, 395, 410, 430, 440, 460, 470, 490, 500, 513)),
+        *((m, 4096) for m in (387, 410, 420, 445, 460, 478)),
+    ],
+)
 @pytest.mark.parametrize(("bits", "mode", "x_dtype"), [(4, "symmetric", "bfloat16"), (8, "float_zeros", "float16")])
-def test_heights_of_tiles(rng, m, bits, mode, x_dtype):
-    """Two tiles of each number of tokens that `matmul_tiled` has, or three; the last not whole."""
-    weight = random_weight(rng, 1024, 8192, bits=bits, group_size=128, mode=mode, scale_dtype=x_dtype)
+def test_heights_of_tiles(rng, m, n, bits, mode, x_dtype):
+    """Two tiles of each number of tokens that `matmul_tiled` has, or three, and four of those from 104 to 120 that
+    `matmul_warpgroup` has; the last not whole."""
+    weight = random_weight(rng, 1024, n, bits=bits, group_size=128, mode=mode, scale_dtype=x_dtype)
     x = random_x(rng, (m, 1024), x_dtype)
     first = jw.matmul(x, weight.qt, implementation="cuda")
     assert_product(first, x, weight, rounded_weights=True)
     np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(first))
+
+
+@pytest.mark.parametrize("m", [70, 100, 110, 118, 200])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros", "float_zeros", "offsets"])
+def test_heights_of_every_scheme(rng, mode, group_size, bits, m):
+    """Numbers of tokens that `matmul_warpgroup` has a height for with some schemes alone."""
+    weight = random_weight(rng, 1024, 2056, bits=bits, group_size=group_size, mode=mode, scale_dtype="bfloat16")
+    x = random_x(rng, (m, 1024), "bfloat16")
+    y = jw.matmul(x, weight.qt, implementation="cuda")
+    assert_product(y, x, weight, rounded_weights=True)
+    np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(y))
 
 
 @pytest.mark.parametrize(
