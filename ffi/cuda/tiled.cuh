@@ -61,20 +61,36 @@ struct Tile {
   int rest, split;  // of a tile that several clusters share
 };
 
-// The heights that a kernel multiplies, beside 64: 128, 192 and 256; or in steps of 8 136 to 160, 168 to 208, or 216 to
-// 256. More of them in one kernel leave `ptxas` short of registers, and low ones have room for more stages.
-enum class Heights { kWhole, kLow, kMiddle, kHigh };
-constexpr int lowest(Heights heights) {
-  return heights == Heights::kWhole ? 128 : heights == Heights::kLow ? 136 : heights == Heights::kMiddle ? 168 : 216;
+// The heights that a kernel multiplies, in rising order. More of them in one kernel leave `ptxas` short of registers,
+// and low ones have room for more stages.
+enum class Heights { kWhole, kLow, kMiddle, kHigh, kEven };
+template <Heights>
+struct HeightsOf;
+template <>
+struct HeightsOf<Heights::kWhole> : std::integer_sequence<int, 64, 128, 192, 256> {};
+template <>
+struct HeightsOf<Heights::kLow> : std::integer_sequence<int, 64, 136, 144, 152, 160> {};
+template <>
+struct HeightsOf<Heights::kMiddle> : std::integer_sequence<int, 64, 168, 176, 184, 200, 208> {};
+template <>
+struct HeightsOf<Heights::kHigh> : std::integer_sequence<int, 64, 216, 232, 240, 248> {};
+template <>
+struct HeightsOf<Heights::kEven> : std::integer_sequence<int, 64, 192, 224, 256> {};
+// The lowest of at least so many rows, or the highest.
+template <int... kHeights>
+__host__ __device__ constexpr int height_for(int rows, std::integer_sequence<int, kHeights...>) {
+  int height = 0;
+  ((height = height < rows ? kHeights : height), ...);
+  return height;
 }
-constexpr int step(Heights heights) { return heights == Heights::kWhole ? 64 : 8; }
-constexpr int highest(Heights heights) {
-  return heights == Heights::kLow ? 160 : heights == Heights::kMiddle ? 208 : kTileRows;
-}
-// f(64, those of the kernel in rising order), as types that know the number.
-template <Heights kHeights, int... kIndex, typename F>
-__device__ __forceinline__ void with_heights(std::integer_sequence<int, kIndex...>, F&& f) {
-  f(std::integral_constant<int, 64>{}, std::integral_constant<int, lowest(kHeights) + kIndex * step(kHeights)>{}...);
+template <Heights kHeights>
+constexpr int kHighest = height_for(kTileRows, HeightsOf<kHeights>{});
+// Calls `multiply` with the height as a type that knows it.
+template <int... kHeights, typename F>
+__device__ __forceinline__ void with_height(int height, std::integer_sequence<int, kHeights...> all, F&& multiply) {
+  constexpr int kLast = height_for(kTileRows, std::integer_sequence<int, kHeights...>{});
+  (void)(((height == kHeights || kHeights == kLast) && (multiply(std::integral_constant<int, kHeights>{}), true)) ||
+         ...);
 }
 constexpr int whole_boxes(int rows) { return (rows + kBoxRows - 1) / kBoxRows * kBoxRows; }
 
@@ -95,10 +111,7 @@ struct RowsOf {
   __device__ static constexpr int ctas() { return kCluster; }  // of a cluster
   __device__ static constexpr int taps() { return 1; }
   // Rows that are multiplied for a tile: a height of this kernel.
-  __device__ static int columns(const Tile& tile) {
-    constexpr int kLowest = lowest(kHeights), kStep = step(kHeights);
-    return tile.rows <= 64 ? 64 : kLowest + max(tile.rows - kLowest + kStep - 1, 0) / kStep * kStep;
-  }
+  __device__ static int columns(const Tile& tile) { return height_for(tile.rows, HeightsOf<kHeights>{}); }
   // The walk of the CTA `rank` over a tile, from its first stage on.
   __device__ static Walk walk(const Tile& tile, int) { return {0, tile.first_stage}; }
   // This CTA's share of the rows of a tile, which are whole boxes: what is the same for all stages. The last box may
@@ -134,7 +147,7 @@ struct Shape {
   static constexpr bool kZeros = kCodes == Codes::kWithZeros, kTable = kCodes == Codes::kOfTable;
   static constexpr bool kFloat32Scales = Source::kFloat32Scales || kTable;
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
-  static constexpr int kXBytes = whole_boxes(highest(Source::kHeights)) * kStageK * 2;
+  static constexpr int kXBytes = whole_boxes(kHighest<Source::kHeights>) * kStageK * 2;
   static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
   static constexpr int kAffineAt = kXBytes + kWarpgroups * kWeightBytes;
   static constexpr int kStageBytes = kAffineAt + 2 * kOutputs * static_cast<int>(sizeof(Affine));
@@ -532,14 +545,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         continue;
       }
       float acc[kTileRows / 2];
-      const int columns = source.columns(tile);
-      constexpr Heights kHeights = Source::kHeights;
-      constexpr int kCount = (highest(kHeights) - lowest(kHeights)) / step(kHeights) + 1;
-      with_heights<kHeights>(std::make_integer_sequence<int, kCount>{}, [&](auto... heights) {
-        (void)(((columns <= heights.value || heights.value == highest(kHeights)) &&
-                (multiply(tile, acc, heights), true)) ||
-               ...);
-      });
+      with_height(source.columns(tile), HeightsOf<Source::kHeights>{},
+                  [&](auto columns) { multiply(tile, acc, columns); });
       const bool last = index + 1 == count;
       if (last) ptx::named_sync<kConsumersBarrier, kWarpgroups * 128>();  // nobody has anything in the ring any more
       finish_tile(tile, acc, last);

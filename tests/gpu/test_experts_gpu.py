@@ -202,7 +202,8 @@ def transposed(dy, qt, rows, k, by_sizes, implementation="cuda"):
 
 
 def assert_transposed_rows(dx, dy, weight, ids):
-    """Row by row in float64; 16-bit weights are rounded to the type of dy, and so is the result."""
+    """Row by row in float64; 16-bit weights are rounded to the type of dy, as offsets are before they are added, and
+    so is the result."""
     dy64, got = np.asarray(dy).astype(np.float64), np.asarray(dx).astype(np.float64)
     assert dx.dtype == dy.dtype and got.shape == (len(dy64), weight.dense.shape[1])
     worst = 0.0
@@ -212,7 +213,8 @@ def assert_transposed_rows(dx, dy, weight, ids):
         exact = dy64[mine] @ w
         bound = 2.0**-21 * max(1.0, np.sqrt(dy64.shape[1]) / 8) * (np.abs(dy64[mine]) @ magnitude)
         if dy.dtype != np.float32:
-            bound = bound + 3 * UNITS[str(dy.dtype)] * np.sqrt(dy64[mine] ** 2 @ w**2)
+            rounded = magnitude if weight.qt.offsets is not None else w
+            bound = bound + 3 * UNITS[str(dy.dtype)] * np.sqrt(dy64[mine] ** 2 @ rounded**2)
         ratio = np.abs(got[mine] - exact) / (1.2 * bound + rounding(exact, dy.dtype) + 1e-7)
         worst = max(worst, ratio.max(initial=0.0))
     assert worst <= 1.0, worst
