@@ -261,7 +261,7 @@ int check(int every, const char* only) {
                     return mma::launch(args, {tokens, shared_tiles, splits, shared_share(device, ctas)}, nullptr);
                   });
                 }
-            for (int tokens : {64, 136, 144, 152, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256})
+            for (int tokens : {64, 144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256})
               for (int splits : {1, 2, 3})
                 for (int multiprocessors : {4, 12, device.multiprocessors}) {
                   if (device.architecture != 90 || splits > ceil_div(s.k, tiled::kStageInputs)) continue;
@@ -444,7 +444,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
           report(-3, tokens / 8, splits, 1, mma::kCtas,
                  graph_us(calls, [&](const MatmulArgs& args) { return mma::launch(args, config, s); }, s));
         }
-      for (int tokens = 136; tokens <= tiled::kTileTokens; tokens += 8)
+      for (int tokens : {144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256})
         for (int splits = 1; splits <= 8; ++splits) {
           if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 16) continue;
           if (tokens > 128 && tokens >= m + 64) continue;

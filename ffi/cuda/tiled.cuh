@@ -69,7 +69,7 @@ struct HeightsOf;
 template <>
 struct HeightsOf<Heights::kWhole> : std::integer_sequence<int, 64, 128, 192, 256> {};
 template <>
-struct HeightsOf<Heights::kLow> : std::integer_sequence<int, 64, 136, 144, 152, 160> {};
+struct HeightsOf<Heights::kLow> : std::integer_sequence<int, 64, 144, 160> {};
 template <>
 struct HeightsOf<Heights::kMiddle> : std::integer_sequence<int, 64, 168, 176, 184, 200, 208> {};
 template <>
