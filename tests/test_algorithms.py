@@ -276,12 +276,14 @@ def test_gptq_of_uncorrelated_inputs_is_round_to_nearest(rng, mode):
 
 
 def test_gptq_with_fewer_inputs_than_weights_and_no_damping_to_speak_of(rng):
-    w, x = problem(rng, tokens=20)
     for damping in (1e-12, 1e-2):  # the first is raised until there is a Cholesky factor
-        weight = gptq(w, second_moments(x), group_size=32, damping=damping)
-        assert output_error(w, weight, second_moments(x)) < output_error(
-            w, jw.quantize(w, group_size=32), second_moments(x)
-        )
+        errors = []
+        for _ in range(7):  # of one in 200 with so little damping the changes outgrow the groups' grids
+            w, x = problem(rng, tokens=20)
+            weights = gptq(w, second_moments(x), group_size=32, damping=damping), jw.quantize(w, group_size=32)
+            errors.append([output_error(w, weight, second_moments(x)) for weight in weights])
+        ours, nearest = np.array(errors).T
+        assert np.median(ours / nearest) < 0.8
     nothing = gptq(w, jnp.zeros((96, 96)), group_size=32)
     np.testing.assert_array_equal(nothing.dequantize(), 0)  # no input was ever other than zero
 

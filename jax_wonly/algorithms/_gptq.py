@@ -42,7 +42,8 @@ def gptq(
         gets weights of zero.
       bits, group_size, mode, scale_dtype: as in ``jax_wonly.quantize``.
       damping: what is added to the diagonal of the moments, relative to its mean; above 0. Ten times as much is added
-        again and again while the moments have no Cholesky factor.
+        again and again while the moments have no Cholesky factor. With next to none, and fewer inputs than weights,
+        the changes can outgrow the groups' grids, and the error that of rounding to the nearest.
       act_order: False: in the order of the inputs. True: the largest inputs first, in groups of that order, which
         gives a :class:`~jax_wonly.PermutedTensor`: x is gathered at each product. ``"static"``: the largest
         first, in groups of neighbours whose grids come from the weights as given; nothing is gathered then.
