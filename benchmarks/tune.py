@@ -61,9 +61,10 @@ SWEEPS = (
 
 
 # Programs in C++, and the kernels that each of them launches. The sweep's ragged ones are launched by others of it.
+_PRODUCTS = ("matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_[ds]*_*.cu", "launch.cu", "tensor_map.cu")
 PROGRAMS = {
-    "kernel_sweep": ("benchmarks", ("matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_[ds]*_*.cu", "tensor_map.cu")),
-    "host": ("benchmarks", ("matmul.cu", "matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_[ds]*_*.cu", "tensor_map.cu")),
+    "kernel_sweep": ("benchmarks", _PRODUCTS),
+    "host": ("benchmarks", ("matmul.cu", *_PRODUCTS)),
     "launches": ("tests/gpu", ("*.cu",)),
 }
 
