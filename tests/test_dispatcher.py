@@ -23,7 +23,8 @@ from jax_wonly.primitives.conv import Window
 ROOT = Path(__file__).parent.parent
 FFI = ROOT / "ffi"
 SOURCES = [f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled", "transposed", "warpgroup")]
-SOURCES += ["matmul", "conv", "direct_conv", "ragged_matmul", "ragged_resident", "ragged_tiled", "ragged_warpgroup"]
+SOURCES += [f"ragged_{name}" for name in ("matmul", "resident", "tiled", "warpgroup")]
+SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
 KERNELS = ["matmul_mma", "ragged_plan", "ragged_decode_int8", "ragged_stream_f32", "ragged_transposed_stream_f32"]
 KERNELS += [f"ragged_{name}_bf16" for name in ("resident", "stream", "tiled", "warpgroup")]
