@@ -39,6 +39,10 @@
 
 using namespace wonly;
 
+// Tokens of a CTA of the warpgroup kernel, and of a tile of the tiled one (checked with 64 too, and not timed with it).
+constexpr int kWarpgroupTokens[] = {8, 16, 32, 48, 64, 80, 96, 104, 112, 120, 128};
+constexpr int kTiledTokens[] = {64, 144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256};
+
 __device__ uint32_t hash(uint64_t i) {
   i = (i ^ (i >> 30)) * 0xbf58476d1ce4e5b9ull;
   i = (i ^ (i >> 27)) * 0x94d049bb133111ebull;
@@ -261,7 +265,7 @@ int check(int every, const char* only) {
                     return mma::launch(args, {tokens, shared_tiles, splits, shared_share(device, ctas)}, nullptr);
                   });
                 }
-            for (int tokens : {64, 144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256})
+            for (int tokens : kTiledTokens)
               for (int splits : {1, 2, 3})
                 for (int multiprocessors : {4, 12, device.multiprocessors}) {
                   if (device.architecture != 90 || splits > ceil_div(s.k, tiled::kStageInputs)) continue;
@@ -272,7 +276,7 @@ int check(int every, const char* only) {
             rounds = false;
           }
           if (device.architecture != 90 || !warpgroup::supports(args)) continue;
-          for (int tokens : {8, 16, 32, 48, 64, 80, 96, 104, 112, 120, 128}) {
+          for (int tokens : kWarpgroupTokens) {
             rounds = warpgroup::rounds(args, tokens);
             if (rounds) want.swap(of_rounded);
             for (int warpgroups : {1, 2, 4})
@@ -416,7 +420,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         report(-4, parts, 0, cluster, 1,
                graph_us(calls, [&](const MatmulArgs& args) { return resident::launch(args, config, shared, s); }, s));
       }
-      for (int tokens : {8, 16, 32, 48, 64, 80, 96, 104, 112, 120, 128})
+      for (int tokens : kWarpgroupTokens)
         for (int warpgroups : {1, 2, 4})
           for (int cluster : {1, 2, 3, 4, 6}) {
             if (device.architecture != 90 || !warpgroup::supports(calls[0]) ||
@@ -444,10 +448,10 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
           report(-3, tokens / 8, splits, 1, mma::kCtas,
                  graph_us(calls, [&](const MatmulArgs& args) { return mma::launch(args, config, s); }, s));
         }
-      for (int tokens : {144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256})
+      for (int tokens : kTiledTokens)
         for (int splits = 1; splits <= 8; ++splits) {
           if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 16) continue;
-          if (tokens > 128 && tokens >= m + 64) continue;
+          if (tokens < 128 || tokens >= m + 64) continue;
           const tiled::Config config{device.multiprocessors, tokens, splits};
           if (splits * 4 > k / tiled::kStageInputs || tiled::launch(calls[0], config, s) != cudaSuccess) continue;
           report(-2, tokens / 8, splits, tiled::kClusterCtas, 1,
