@@ -79,14 +79,15 @@ def matmul_scratch(batch: int, m: int, n: int, least_tile: int) -> int:
 
 
 def split_scratch(x_batch: int, m: int, k: int, batch: int) -> int:
-    """Words of scratch for float32 activations ``[x_batch, m, k]`` on CUDA, as the three bf16 numbers that each is.
+    """Words of scratch for float32 activations ``[x_batch, m, k]`` on CUDA, as two fp16 numbers each, and a power of
+    two for each row.
 
-    Those of one weight are taken 512 rows at a time, 3 KB for each of K: so many stay in the L2 of an H100 up to 13,000
-    inputs. ``batch`` is that of the product; the rows of several weights need half more than x has. As
+    Those of one weight are taken 512 rows at a time, 2 KB for each of K: so many stay in the L2 of an H100 up to 20,000
+    inputs. ``batch`` is that of the product; the rows of several weights need as much as x has. As
     ``warpgroup::split_rows`` in ``ffi/cuda/matmul_warpgroup.h``.
     """
     rows = m if batch > 1 else min(m, 512)
-    return 3 * x_batch * rows * k // 2
+    return x_batch * rows * (k + 1)
 
 
 def mma_scratch(batch: int, m: int, n: int, ctas: int) -> int:

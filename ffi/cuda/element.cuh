@@ -59,6 +59,22 @@ __device__ __forceinline__ float beyond_bf16(float value) {
   return value - __uint_as_float(__float_as_uint(value) & 0xffff0000u);
 }
 
+// A float32 as two fp16 numbers, in units of a power of two that makes the largest around it 2^kSplitTop or more, below
+// twice that, or smaller, if it was below 2^-100.
+constexpr int kSplitTop = 14;
+// The bits of that largest one's power of two, from those of its magnitude (the unit is 2^kSplitTop smaller); and what
+// to multiply by first.
+__device__ __forceinline__ uint32_t split_power(uint32_t largest) { return max(largest & 0x7f800000u, 27u << 23); }
+__device__ __forceinline__ float split_factor(uint32_t power) {
+  return __uint_as_float((254u + kSplitTop << 23) - power);
+}
+// The first number of two that were so multiplied, and what they are beyond it.
+__device__ __forceinline__ float2 beyond_fp16(float2 raised, uint32_t* first) {
+  *first = from_float2<__half>(raised.x, raised.y);
+  const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(first));
+  return {raised.x - rounded.x, raised.y - rounded.y};
+}
+
 // Sixteen bytes of an array that are not aligned for a vector copy, or that its end cuts: zeros after `left` elements.
 template <typename T>
 __device__ __noinline__ uint4 load_some(const T* from, int64_t left) {

@@ -50,8 +50,6 @@ constexpr int kCopiedAt = 256;               // and those of pieces of float32 a
 constexpr int kThreads = kWarpgroups * 128;  // that multiply
 constexpr int kSplitWarps = kWarpgroups;     // that split float32 activations, each for the stages of one warpgroup
 constexpr int kSplitRows = 4;                // tokens of a stage at once
-constexpr int kSplitTop = 14;                // the largest of a token and stage is 2^14 or more, below twice that,
-constexpr uint32_t kSplitLeast = 27u << 23;  // or smaller, if it was below 2^-100
 constexpr int kUnscalePower = 13;            // Convert::kUnscale is this power of two
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
@@ -141,13 +139,11 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Div
 #pragma unroll
   for (int i = 0; i < kSplitRows; ++i) {
     const bool wanted = first + i < end;
-    const uint32_t power = max(largest[i] & 0x7f800000u, kSplitLeast);
-    const float up = __uint_as_float((254u + kSplitTop << 23) - power);
+    const uint32_t power = split_power(largest[i]);
+    const float up = split_factor(power);
     const auto split = [&](uint32_t a, uint32_t b, uint32_t& first, uint32_t& second) {
-      const float2 raised = {__uint_as_float(a) * up, __uint_as_float(b) * up};
-      first = from_float2<__half>(raised.x, raised.y);
-      const float2 rounded = to_floats<__half>(first);
-      second = from_float2<__half>(raised.x - rounded.x, raised.y - rounded.y);
+      const float2 left = beyond_fp16({__uint_as_float(a) * up, __uint_as_float(b) * up}, &first);
+      second = from_float2<__half>(left.x, left.y);
     };
     uint2 first_numbers, second_numbers;
     split(values[i].x, values[i].y, first_numbers.x, second_numbers.x);

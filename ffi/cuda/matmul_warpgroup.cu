@@ -5,12 +5,12 @@
 
 namespace wonly::warpgroup {
 
-constexpr int kSplitBytes = 6;    // of an activation in pieces
+constexpr int kSplitBytes = 4;    // of an activation in pieces, and of a token's power of two
 constexpr int kSplitTokens = 64;  // of the largest tile of such
 
 int64_t split_rows(const MatmulArgs& args) {
   const bool each = args.x_batch_stride != 0;  // of the batch has its own
-  const int64_t room = args.scratch_bytes / (kSplitBytes * args.k) / (each ? args.batch : 1);
+  const int64_t room = args.scratch_bytes / (kSplitBytes * (args.k + 1)) / (each ? args.batch : 1);
   if (room >= args.m) return args.m;
   return args.batch > 1 ? 0 : room / kSplitTokens * kSplitTokens;
 }

@@ -92,10 +92,14 @@ struct Rows {
   static constexpr int producers(int warpgroups) { return warpgroups < 2 ? 2 : warpgroups; }  // warps
 };
 
-// float32 activations as the three bf16 numbers that each is, [piece, batch, token, input] in scratch. Codes of weights
-// are converted once and multiply all three.
+// float32 activations as two fp16 numbers each, [piece, batch, token, input] in scratch, in units of a token's power of
+// two. Codes of weights are converted once and multiply both.
+struct SplitParams : Params {
+  const float* powers;  // [batch, token]
+};
 struct SplitRows : Rows {
-  static constexpr int kPieces = 3;
+  using Params = SplitParams;
+  static constexpr int kPieces = 2;
   static constexpr int kProducer = 2;  // weights need not wait for them
   static constexpr int producers(int) { return 3; }
 };
@@ -122,7 +126,7 @@ struct Shape {
 
   // Four warpgroups fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the other starts
   // or ends; from 64 tokens on the accumulators of two leave no room for that, or activations in pieces earlier.
-  static constexpr int kMostOfTwo = Source::kPieces == 1 ? 32 : kFlushes == 1 ? 16 : 8;  // tokens
+  static constexpr int kMostOfTwo = Source::kPieces == 1 || (kBits == 4 && kFlushes == 1) ? 32 : 16;  // tokens
   static constexpr int kCtas = kWarpgroups == 4 || (kWarpgroups == 2 && kTokens > kMostOfTwo) ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kWarpgroups == 4 || (kSums && kCtas == 2) ? 32 : 40;
@@ -131,14 +135,16 @@ struct Shape {
       (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) * kProducers / kWarpgroups) / 8 * 8;
   static_assert(kConsumerRegisters <= 232);
 
+  // Sums of a stage are scaled while the tensor cores work on the next, where there are registers for two sets of them
+  // and not the weights bind.
+  static constexpr bool kTwoSums = Source::kPieces > 1 && kFlushes == 1 && kCtas == 1 && kTokens <= 64;
+
   // A unit is what the tensor cores work on while the codes of the next are converted.
   static constexpr int kUnits = kFlushes == 4 && !kRounded ? 4 : 2;
   static constexpr int kUnitSteps = kStageSteps / kUnits;
 
-  static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
-  // Pieces are columns of one product, which takes less than three narrow ones, where there are registers for that.
-  static constexpr int kProducts = kTokens > 32 ? Source::kPieces : 1;
-  static constexpr int kColumns = Source::kPieces / kProducts * kTokens;
+  static constexpr int kTiles = kStageK / tile_k(kBits);              // packed tiles of a stage along the inputs
+  static constexpr int kColumns = Source::kPieces * kTokens;          // of a product
   static constexpr int kHalfBytes = Source::kPieces * kTokens * 128;  // activations: two boxes of 64 inputs
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
@@ -613,7 +619,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
     }
 
-    float acc[S::kTokens / 2] = {}, part[S::kColumns / 2];
+    float acc[S::kTokens / 2] = {}, part[S::kTwoSums ? 1 : S::kColumns / 2];
     uint32_t codes[2][S::kUnitSteps][4];
     constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
     constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
@@ -721,22 +727,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         }
       }
     };
-    auto& product = first_or_second<S::kRounded>(acc, part);
-    const auto multiply_unit = [&](uint64_t x, int unit) {
+    const auto multiply_unit = [&](uint64_t x, int unit, auto& product) {
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < S::kUnitSteps; ++i) {
         const int step = unit * S::kUnitSteps + i;
         const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
         const bool accumulate = S::kRounded || i > 0 || (S::kFlushes == 1 && unit > 0);
-#pragma unroll
-        for (int j = 0; j < S::kProducts; ++j) {
-          const uint64_t of_product = operand_x + (j * S::kTokens * 128 >> 4);
-          if constexpr (C::kBf16) {
-            ptx::Wgmma<S::kColumns>::bf16(product, codes[unit % 2][i], of_product, accumulate || j > 0);
-          } else {
-            ptx::Wgmma<S::kColumns>::f16(product, codes[unit % 2][i], of_product, accumulate || j > 0);
-          }
+        if constexpr (C::kBf16) {
+          ptx::Wgmma<S::kColumns>::bf16(product, codes[unit % 2][i], operand_x, accumulate);
+        } else {
+          ptx::Wgmma<S::kColumns>::f16(product, codes[unit % 2][i], operand_x, accumulate);
         }
       }
       ptx::wgmma_commit();
@@ -793,12 +794,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       for (int left = stage_count; stage_count > 0;) {
         const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
         load_unit(data, 1);
-        multiply_unit(x, 0);
+        multiply_unit(x, 0, acc);
         ptx::wgmma_wait<1>();
         __syncwarp();
         ptx::barrier_arrive_if(done, arrives);
         convert_unit(1);
-        multiply_unit(x, 1);
+        multiply_unit(x, 1, acc);
         done = empty + at.slot;
         arrives = releases;
         at.advance();
@@ -810,6 +811,55 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         convert_unit(0);
       }
       ptx::wgmma_wait<0>();
+    } else if constexpr (S::kTwoSums) {
+      float parts[2][S::kColumns / 2] = {}, factors[2][2] = {};  // of two stages, in turns
+      const auto add_part = [&](int turn) {
+#pragma unroll
+        for (int i = 0; i < S::kTokens / 2; ++i) {
+          acc[i] = fmaf(factors[turn][i % 4 / 2], parts[turn][i] + parts[turn][i + S::kTokens / 2], acc[i]);
+        }
+      };
+      const auto begin_part = [&](int turn) {
+        load_unit(data, 1);
+        load_factors(data, 0);
+        multiply_unit(ptx::wgmma_descriptor(data), 0, parts[turn]);
+        set_factors(data, 0);
+        factors[turn][0] = scale[0], factors[turn][1] = scale[1];
+        convert_unit(1);
+      };
+      const auto end_part = [&](int turn) {
+        multiply_unit(ptx::wgmma_descriptor(data), 1, parts[turn]);
+        at.advance();
+        data = stage_data();
+        ptx::wgmma_wait<1>();
+      };
+      for (int left = stage_count; left > 0; left -= 2) {
+        const int first = at.slot;
+        begin_part(0);
+        end_part(0);
+        if (left > 1) {
+          wait_full();
+          load_unit(data, 0);
+          convert_unit(0);
+          const int second = at.slot;
+          begin_part(1);
+          ptx::wgmma_wait<1>();
+          release(first);
+          add_part(0);
+          end_part(1);
+          if (left > 2) {
+            wait_full();
+            load_unit(data, 0);
+            convert_unit(0);
+          }
+          ptx::wgmma_wait<0>();
+          release(second);
+          add_part(1);
+        } else {
+          ptx::wgmma_wait<0>();
+          add_part(0);
+        }
+      }
     } else {
       for (int index = 0; index < stage_count; ++index) {
         const uint64_t x = ptx::wgmma_descriptor(data);
@@ -820,7 +870,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           const int group = S::kFlushes > 1 ? unit : 0;
           if (!last) load_unit(data, unit + 1);
           if (flushes) load_factors(data, group);
-          multiply_unit(x, unit);
+          multiply_unit(x, unit, part);
           if (S::kSums && !S::kMultipliesSums && flushes && group == 0) ptx::barrier_wait(summed + slot, at.phase);
           if (flushes && !S::kMultipliesSums) {
             set_factors(data, group);
@@ -852,7 +902,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #pragma unroll
             for (int i = 0; i < S::kTokens / 2; ++i) {
               float sum = part[i];
-              if constexpr (S::kColumns == 3 * S::kTokens) sum += part[i + S::kTokens / 2] + part[i + S::kTokens];
+              if constexpr (S::kColumns == 2 * S::kTokens) sum += part[i + S::kTokens / 2];
               acc[i] = fmaf(scale[i % 4 / 2], sum, acc[i]);
             }
           }
@@ -939,6 +989,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int most_blocks = Blocks(params, rank, token_blocks).most;
 
   ptx::barrier_wait(received, 0);
+  if (S::Source::kPieces > 1) ptx::wait_for_last_kernel();  // whose powers of two this thread reads
   if constexpr (S::Source::kWindows) {
     if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype) {
       // As below, but eight outputs at a time, the same ones of all of a thread's tokens.
@@ -1002,6 +1053,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #pragma unroll
       for (float& of_one : sum) of_one *= kUnscale;
     }
+    if constexpr (S::Source::kPieces > 1) {
+      const float power = params.powers[(args.x_batch_stride == 0 ? 0 : batch * args.m) + m0 + token];
+#pragma unroll
+      for (float& of_one : sum) of_one *= power;
+    }
     if (S::kSums && !isfinite(sum[0] + sum[1] + sum[2] + sum[3])) again |= 1u << turn;
     finish4(args, batch, m0 + token, n, sum);
   }
@@ -1047,12 +1103,12 @@ cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, i
 }
 
 template <typename S>
-cudaError_t launch_shape(const Params& params, const Config& config, cudaStream_t stream) {
+cudaError_t launch_shape(const typename S::Source::Params& params, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   MatmulArgs x = args;
   if (S::Source::kPieces > 1) {
     x.x = args.scratch;
-    x.x_dtype = DType::kBF16;
+    x.x_dtype = DType::kF16;
     x.batch = S::Source::kPieces * (args.x_batch_stride == 0 ? 1 : args.batch);
     x.x_batch_stride = args.m * args.k;
   }

@@ -8,7 +8,7 @@ namespace wonly::warpgroup {
 struct Config {
   int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 80 to 120, and other warpgroups than 2, as
   int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8 (of eight bits),
-                   // 16, 32 or 64, and 2
+                   // 16, 32 or 64, of four bits 48 and 96, and 2
   int cluster;     // CTAs along the inputs, 1 .. 8
   int multiprocessors;
 };
@@ -51,7 +51,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
 // aligned. float32 activations: with uint8 zeros or none, and scratch for split_rows of them.
 bool supports(const MatmulArgs& args);
 
-// Rows of float32 activations that the kernel takes at a time: as three bf16 numbers each they are in scratch, all of
+// Rows of float32 activations that the kernel takes at a time: as two fp16 numbers each they are in scratch, all of
 // them where there is a batch, else as many as it has room for.
 int64_t split_rows(const MatmulArgs& args);
 

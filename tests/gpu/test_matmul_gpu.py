@@ -70,6 +70,9 @@ def test_float32_in_pieces(rng, bits, mode, group_size):
         y = product(x, weight.qt)
         assert_product(y, x, weight)
         np.testing.assert_array_equal(*(np.asarray(a).view(np.uint32) for a in (y, product(x, weight.qt))))
+        # Each token has a power of two of its own; of one that is zero too.
+        powers = jnp.asarray(2.0 ** rng.integers(-80, 60, (m, 1)), jnp.float32).at[int(rng.integers(m))].set(0)
+        np.testing.assert_array_equal(product(x * powers, weight.qt), y * powers)
         row, value = int(rng.integers(m)), float(rng.choice([np.inf, -np.inf, np.nan]))
         wild = np.asarray(product(x.at[..., row, int(rng.integers(k))].set(value), weight.qt))
         assert not np.isfinite(wild[..., row, :]).any()
