@@ -80,9 +80,17 @@ __global__ void reference(MatmulArgs args, double* sum, double* rounded_sum, dou
     const double w = args.shift_mode == ShiftMode::kOffsets ? code * scale + shift : (code - shift) * scale;
     const double x = load_element(args.x, b * args.x_batch_stride + m * args.k + k, args.x_dtype);
     total += w * x;
-    const float centred = static_cast<float>(args.shift_mode == ShiftMode::kOffsets ? code : code - shift);
-    const float offset = args.shift_mode == ShiftMode::kOffsets ? static_cast<float>(shift) : 0.f;
-    rounded += x * round_to(args.x_dtype, fmaf(round_to(args.x_dtype, centred), static_cast<float>(scale), offset));
+    const bool offsets = args.shift_mode == ShiftMode::kOffsets, shifted = args.shift_mode != ShiftMode::kNone;
+    float centred = static_cast<float>(offsets ? code : code - shift);
+    float offset = offsets ? static_cast<float>(shift) : 0.f;
+    if (shifted && args.shift_dtype == DType::kF32) {  // the shift is rounded less the code's bias
+      const float bias = bias_of(args.bits);
+      centred = static_cast<float>(code) - bias;
+      const float s = static_cast<float>(scale), z = static_cast<float>(shift);
+      offset = round_to(args.x_dtype, offsets ? fmaf(bias, s, z) : (bias - z) * s);
+    }
+    const float factor = round_to(args.x_dtype, static_cast<float>(scale));
+    rounded += x * round_to(args.x_dtype, fmaf(round_to(args.x_dtype, centred), factor, offset));
     size += (args.shift_mode == ShiftMode::kOffsets ? fabs(code * scale) + fabs(shift) : (code + fabs(shift)) * scale) *
             fabs(x);
   }
@@ -117,6 +125,7 @@ bool takes(const char* kernel, const MatmulArgs& args) {
   return name == "decode"      ? decode::supports(args)
          : name == "resident"  ? resident::supports(args)
          : name == "warpgroup" ? warpgroup::supports(args)
+         : name == "mma"       ? mma::supports(args)
          : name == "stream"    ? true
                                : tiled::supports(args);
 }
@@ -144,19 +153,21 @@ int check(int every, const char* only) {
   for (const Shape& s : shapes)
     for (int bits : {4, 8})
       for (DType xt : {DType::kBF16, DType::kF16, DType::kF32})
-        // Symmetric, u8 zeros, float zeros, offsets, and u8 zeros with results of the activations' type.
-        for (int variant = 0; variant < 5; ++variant) {
+        // Symmetric, u8 zeros, float zeros, offsets, u8 zeros with results of the activations' type, and float zeros
+        // and offsets in float32. The second and the last two have float32 scales.
+        for (int variant = 0; variant < 7; ++variant) {
           const int64_t groups = s.group ? s.k / s.group : 1;
           const int64_t words = ceil_div(s.n, kTileN) * ceil_div(s.k, tile_k(bits)) * kTileWords;
-          const DType st = variant == 1 ? DType::kF32 : xt == DType::kF16 ? DType::kF16 : DType::kBF16;
-          const DType zt = variant % 3 == 1 ? DType::kU8 : st;
+          const DType st = variant == 1 || variant > 4 ? DType::kF32 : xt == DType::kF16 ? DType::kF16 : DType::kBF16;
+          const DType zt = variant == 1 || variant == 4 ? DType::kU8 : st;
           MatmulArgs args{};
           args.batch = s.b, args.m = s.m, args.k = s.k, args.n = s.n, args.groups = groups, args.bits = bits;
           args.x_dtype = xt, args.scale_dtype = st, args.shift_dtype = zt, args.bias_dtype = DType::kF32,
           args.y_dtype = variant == 4 ? xt : DType::kF32;
-          args.shift_mode = variant == 0 ? ShiftMode::kNone : variant == 3 ? ShiftMode::kOffsets : ShiftMode::kZeros;
+          const bool offsets = variant == 3 || variant == 6;
+          args.shift_mode = variant == 0 ? ShiftMode::kNone : offsets ? ShiftMode::kOffsets : ShiftMode::kZeros;
           // Rows of float32 in pieces of 128, where there is no batch.
-          args.scratch_bytes = xt == DType::kF32 && s.b == 1 ? 128 * s.k * 6 : 32 << 20;
+          args.scratch_bytes = xt == DType::kF32 && s.b == 1 ? 128 * (s.k + 1) * 4 : 32 << 20;
           if (only != nullptr && !takes(only, args)) continue;
           Buffer x(s.b * s.m * s.k * 4), qw(s.b * words * 4), scales(s.b * groups * s.n * 4),
               shift(s.b * groups * s.n * 4), bias(s.b * s.n * 4), y(s.b * s.m * s.n * 4), wide(s.b * s.m * s.n * 4),
@@ -258,7 +269,8 @@ int check(int every, const char* only) {
             for (int tokens : {32, 64, 128})
               for (int splits : {1, 2, 3})
                 for (int ctas : {1, 2}) {
-                  if (device.architecture == 90 || splits > ceil_div(s.k, mma::kStageInputs)) continue;
+                  if (device.architecture == 90 || !mma::supports(args) || splits > ceil_div(s.k, mma::kStageInputs))
+                    continue;
                   const int tiles = static_cast<int>(s.b * ceil_div(s.m, tokens) * ceil_div(s.n, mma::kCtaOutputs));
                   const int shared_tiles = splits == 1 ? 0 : ctas == 1 ? tiles : (tiles + 1) / 2;
                   compare("mma", tokens, splits, ctas, 0, [&] {
@@ -357,7 +369,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
     const int shift_size = mode == ShiftMode::kNone || table ? 0 : integers ? 1 : 2;
     Buffer qw(copies * words * 4), scales(copies * groups * n * 2),
         shift(table ? kTableEntries * 4 : copies * groups * n * shift_size), x(most * k * 4), y(most * n * 4),
-        scratch(std::max<int64_t>(32 << 20, most * k * 6));
+        scratch(std::max<int64_t>(32 << 20, most * (k + 1) * 4));
     fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
     fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
     fill(x.data, most * k, xt, -1.f, 1.f, false, 9);
@@ -437,7 +449,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
           }
       for (int tokens : {32, 64, 128})
         for (int splits = 1; splits <= 16; ++splits) {
-          if (device.architecture < 80 || device.architecture == 90 || !tiled::supports(calls[0]) || m <= 8) continue;
+          if (device.architecture < 80 || device.architecture == 90 || !mma::supports(calls[0]) || m <= 8) continue;
           if (tokens > 32 && tokens >= 2 * m) continue;
           const int ctas = mma::kCtas * device.multiprocessors;
           const int64_t rest = ceil_div(m, tokens) * ceil_div(n, mma::kCtaOutputs) % ctas;

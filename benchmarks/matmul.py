@@ -3,6 +3,7 @@
     python benchmarks/matmul.py [--suite decode large schemes shapes] [--output FILE] [--append]
     python benchmarks/matmul.py --suite every     every number of tokens, about a second each, into a file of its own
     python benchmarks/matmul.py --suite batch     eight weights at once, into a file of its own
+    python benchmarks/matmul.py --suite scales    float32 scales with bfloat16 activations, into a file of its own
     python benchmarks/matmul.py --suite xla     beside XLA's product of the same codes, into a file of its own
     python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
         kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
@@ -26,6 +27,7 @@ RESULTS = Path(__file__).parent / "results"
 FILES = {
     "batch": "h100-batch.json",
     "every": "h100-every.json",
+    "scales": "h100-scales.json",
     "xla": "h100-xla.json",
     "other_architectures": "h100-sm80.json",
 }
@@ -81,6 +83,15 @@ SUITES = {
     + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)]
     + [case(4128, 4096, m, group_size=32) for m in (1, 16)],
     "batch": [case(4096, 4096, m) | {"batch": 8} for m in (1, 8, 16, 64)],
+    "scales": [
+        case(8192, 8192, m, mode=mode) | {"scale_dtype": "float32"}
+        for mode, tokens in (
+            ("symmetric", (1, 4, 8, 16, 64, 128, 256, 512, 1024, 4096)),
+            ("offsets", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
+            ("float_zeros", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
+        )
+        for m in tokens
+    ],
     "tables": [
         case(k, n, m, group_size=64, mode="nf4") for k, n in TABLE[1:3] for m in (1, 8, 16, 64, 128, 512, 1024, 4096)
     ]

@@ -183,7 +183,7 @@ def scratch(p: Product, x_batch: int) -> int:
     """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
     if p.split:  # for their pieces
         return _abi.split_scratch(x_batch, p.m, p.k, p.batch) if kernel(p) == "matmul_warpgroup" else 0
-    if _tiled_kernel(p):
+    if tiled_kernel(p):
         return _abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE) if p.m >= _least_tiled_tokens(p) else 0
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         return _abi.mma_scratch(p.batch, p.m, p.n, _cuda_costs.MMA_CTAS * _gpu()[1])
@@ -208,9 +208,9 @@ def _resident_kernel(p: Product) -> bool:
     tokens = _RESIDENT.tokens // (1 + (p.split or p.floats))
     if not has_warpgroups() or p.bits != 4 or p.k % 64 or not 0 < p.m <= tokens or p.table:
         return False
-    if p.split:
-        return not p.floats and p.n * jnp.dtype(p.scale_dtype).itemsize % 4 == 0
-    return p.scale_dtype == p.x_dtype and (not p.floats or p.shift_dtype == p.x_dtype)
+    if not p.split and p.scale_dtype == p.x_dtype:
+        return not p.floats or p.shift_dtype == p.x_dtype
+    return not p.floats and p.n * jnp.dtype(p.scale_dtype).itemsize % 4 == 0
 
 
 def warpgroup_kernel(p: Product) -> bool:
@@ -221,15 +221,14 @@ def warpgroup_kernel(p: Product) -> bool:
 
 
 def _in_tiles(p: Product) -> bool:
-    """As ``tiled::supports`` in ``ffi/cuda/matmul_tiled.cu``, which has the last word."""
-    if p.k % 8 or p.split:
-        return False
-    if p.table:
-        return p.scale_dtype in (p.x_dtype, jnp.float32)
-    return p.scale_dtype == p.x_dtype and (not p.floats or p.shift_dtype == p.x_dtype)
+    """As ``tiled::takes`` in ``ffi/cuda/matmul_tiled.cu``, which has the last word."""
+    known = (p.x_dtype, jnp.float32)
+    shift = p.table or not p.floats or p.shift_dtype in known
+    return not p.split and p.k % 8 == 0 and p.scale_dtype in known and shift
 
 
-def _tiled_kernel(p: Product) -> bool:
+def tiled_kernel(p: Product) -> bool:
+    """Whether there is a kernel with tiles for hundreds of tokens, or of rows of an expert, and with a table."""
     return has_warpgroups() and _in_tiles(p)
 
 
@@ -241,7 +240,9 @@ def _least_tiled_tokens(p: Product) -> int:
 
 
 def _mma_kernel(p: Product) -> bool:
-    return has_mma() and not p.table and _in_tiles(p)
+    """As ``mma::supports`` in ``ffi/cuda/matmul_mma.cu``."""
+    alike = p.scale_dtype == p.x_dtype and (not p.floats or p.shift_dtype == p.x_dtype)
+    return has_mma() and alike and not p.table and _in_tiles(p)
 
 
 def _warpgroup_times(p: Product):
@@ -335,7 +336,7 @@ def kernel(p: Product) -> str:
     if resident and _resident(p) < other:
         return "matmul_resident"
     if not streamed:
-        if p.m >= _least_tiled_tokens(p) and _tiled_kernel(p) and _tiled(p) < other:
+        if p.m >= _least_tiled_tokens(p) and tiled_kernel(p) and _tiled(p) < other:
             return "matmul_tiled"
         if by_warpgroups:
             return "matmul_warpgroup"
@@ -363,7 +364,7 @@ def estimate(p: Product) -> tuple[float, float]:
     fused = _warpgroup(p) if by_warpgroups else math.inf
     if not by_warpgroups or (p.split and p.m <= STREAM_TOKENS):
         fused = min(fused, _stream(p))
-    if _tiled_kernel(p):
+    if tiled_kernel(p):
         fused = min(fused, _tiled(p))
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         fused = min(fused, _mma(p))

@@ -33,7 +33,7 @@ def kernel(p: Product, *, ids: bool) -> str:
         return "matmul_decode"
     if tile_rows(p, ids=ids):
         return "ragged_warpgroup"
-    tiled = (p.table or p.m >= _RAGGED.tiled_rows * p.batch) and _in_tiles(p)
+    tiled = (p.table or p.m >= _RAGGED.tiled_rows * p.batch) and _cuda_dispatch.tiled_kernel(p)
     return "ragged_tiled" if tiled else "matmul_stream"
 
 
@@ -100,7 +100,7 @@ def use_transposed_kernel(m, experts: int, n: int, x_dtype, *, forced: bool = Fa
 
 def table_kernel(k: int, x_dtype, scale_dtype) -> bool:
     """Whether there is a kernel for experts with a table."""
-    return _in_tiles(Product(1, k, 1, 1, 4, x_dtype, scale_dtype, ShiftMode.TABLE))
+    return _cuda_dispatch.tiled_kernel(Product(1, k, 1, 1, 4, x_dtype, scale_dtype, ShiftMode.TABLE))
 
 
 def _rounds(p: Product, rows: int) -> bool:
@@ -110,13 +110,6 @@ def _rounds(p: Product, rows: int) -> bool:
     if p.floats:
         return p.scale_dtype == p.shift_dtype == p.x_dtype and p.n % 8 == 0
     return p.plain and p.small_groups and rows == _HIGH_ROWS
-
-
-def _in_tiles(p: Product) -> bool:
-    """As ``ragged_tiled::supports`` in ``ffi/cuda/ragged_tiled.cu``."""
-    known = (p.x_dtype, jnp.float32)
-    shifts = p.table or p.shift_mode == ShiftMode.NONE or p.shift_dtype in (*known, jnp.uint8)
-    return _cuda_dispatch.has_warpgroups() and not p.split and p.k % 8 == 0 and p.scale_dtype in known and shifts
 
 
 def _plan_bytes(experts: int) -> int:

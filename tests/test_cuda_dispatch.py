@@ -60,13 +60,9 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     # Two tokens and groups of 32 have kernels for 16-bit types alone.
     for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
         for bits in (4, 8):
-            split = "x" in types and bits == 4
-            assert (
-                kernel(1, 32, **types, bits=bits)
-                == kernel(2, 64, **types, bits=bits)
-                == (resident if split else decode)
-            )
-            other = "matmul_resident" if split else "matmul_warpgroup"
+            found = resident if bits == 4 else decode
+            assert kernel(1, 32, **types, bits=bits) == kernel(2, 64, **types, bits=bits) == found
+            other = "matmul_resident" if bits == 4 else "matmul_warpgroup"
             assert kernel(2, 32, **types, bits=bits) == (other if warpgroups else "matmul_stream")
     # float32 activations: one token of wide weights, and what is no integer.
     assert [kernel(m, 128, x=jnp.float32) for m in (1, 2)] == [decode, resident]
@@ -80,7 +76,7 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     assert {kernel(2, 128, 8192, n) for n in (1584, 1600)} == {resident}
     offsets = {"mode": ShiftMode.OFFSETS, "shift": jnp.bfloat16}
     assert [kernel(2, 128, 8192, n, **offsets) for n in (1584, 1600)] == [resident, decode]
-    assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [decode] * 2
+    assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [resident] * 2
     for mode, shift, there in (
         *((ShiftMode.ZEROS, jnp.uint8, True), (ShiftMode.OFFSETS, jnp.bfloat16, True)),
         *((ShiftMode.ZEROS, jnp.float32, False), (ShiftMode.TABLE, jnp.float32, False)),
@@ -131,8 +127,14 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
     assert kernel(4, 28672, 8192, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"  # in clusters of four alone
     # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations.
     assert kernel(4, 256, 1024, batch=140) == kernel(4, 131072, 1024) == "matmul_warpgroup"
+    # Scales of any type, in pieces of four bytes, but not with zeros and offsets that are no integers.
+    assert {kernel(m, 5120, 5120, g, scales=jnp.float32) for m in (3, 8, 16) for g in (None, 128)} == {"matmul_resident"}
+    assert kernel(4, 5120, 5120, scales=jnp.float32, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_resident"
+    other = jnp.float16 if x == jnp.bfloat16 else jnp.bfloat16
+    assert [kernel(4, 1088, n, None, scales=other) for n in (1001, 1002)] == ["matmul_stream", "matmul_resident"]
+    assert kernel(4, 5120, 5120, scales=jnp.float32, mode=ShiftMode.OFFSETS, shift=x) == "matmul_stream"
     for arguments in (
-        *({"scales": jnp.float32}, {"mode": ShiftMode.TABLE, "shift": jnp.float32}),
+        {"mode": ShiftMode.TABLE, "shift": jnp.float32},
         *({"mode": mode, "shift": jnp.float32} for mode in (ShiftMode.ZEROS, ShiftMode.OFFSETS)),
     ):
         assert kernel(4, 5120, 5120, **arguments) == "matmul_stream"
@@ -147,6 +149,23 @@ def test_many_tokens(warpgroups):
         assert not choose(m, n=8196, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16)
     # Scales of another type are no matter to the kernel for fewer.
     assert choose(128, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == warpgroups
+
+
+@pytest.mark.parametrize("x", [jnp.bfloat16, jnp.float16])
+def test_float32_scales_of_many_tokens(monkeypatch, warpgroups, x):
+    """In tiles, which round them, as zeros and offsets; other architectures have those of x's type alone."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132) if warpgroups else ("8.0", 108))
+    for m in (512, 4096):
+        for mode, shift in (
+            *((ShiftMode.NONE, None), (ShiftMode.ZEROS, jnp.uint8), (ShiftMode.ZEROS, x), (ShiftMode.OFFSETS, x)),
+            *((ShiftMode.ZEROS, jnp.float32), (ShiftMode.OFFSETS, jnp.float32)),
+        ):
+            product = Product(m, 8192, 8192, 1, 4, x, jnp.float32, mode, shift, groups=64)
+            assert _cuda_dispatch.kernel(product) == ("matmul_tiled" if warpgroups else "matmul_stream")
+            assert _cuda_dispatch.rounds_weights(product) == warpgroups
+            alike = product._replace(scale_dtype=x)
+            tiles = "matmul_tiled" if warpgroups else "matmul_mma" if shift != jnp.float32 else "matmul_stream"
+            assert _cuda_dispatch.kernel(alike) == tiles
 
 
 def test_other_architectures(monkeypatch):

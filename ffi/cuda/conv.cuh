@@ -17,7 +17,7 @@ namespace wonly::conv {
 using tiled::kStageK;
 
 struct Windows : tiled::Waves<tiled::Heights::kWhole> {
-  static constexpr bool kFloat32Scales = true, kTables = false, kSkipsTaps = true;
+  static constexpr bool kTables = false, kSkipsTaps = true;
 
   struct Params : tiled::WaveParams {
     int ctas;

@@ -162,8 +162,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     }
     if (by_warpgroups) return warpgroup::launch(args, warpgroups, stream);
   }
-  if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass &&
-      args.shift_mode != ShiftMode::kTable && tiled::supports(args)) {
+  if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass && mma::supports(args)) {
     mma::Config tiles{};
     const float us = mma::choose(args, device, &tiles);
     if (us > 0.f && us < stream_us(args)) return mma::launch(args, tiles, stream);

@@ -1,5 +1,6 @@
 #include "cuda/costs.h"
 #include "cuda/matmul_mma.cuh"
+#include "cuda/matmul_tiled.h"
 
 namespace wonly::mma {
 namespace {
@@ -53,6 +54,12 @@ Params params_of(const MatmulArgs& args, const Config& config) {
     if (depth * params.slot_bytes <= config.shared_bytes) params.depth = depth;
   }
   return params;
+}
+
+bool supports(const MatmulArgs& args) {
+  const bool shift =
+      args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype;
+  return tiled::supports(args) && args.scale_dtype == args.x_dtype && shift && args.shift_mode != ShiftMode::kTable;
 }
 
 float choose(const MatmulArgs& args, const Device& device, Config* config) {

@@ -42,7 +42,11 @@ struct Costs {
 // it should take, in units of an H100's.
 float choose(const MatmulArgs& args, const Device& device, Config* config);
 
-// Enqueues the product, which is one that tiled::supports, on `stream`; cudaErrorInvalidConfiguration where there is
+// 16-bit activations in rows that are 16-byte aligned, scales (and zeros or offsets, unless uint8) of the same type, no
+// table.
+bool supports(const MatmulArgs& args);
+
+// Enqueues the product on `stream`; cudaErrorInvalidConfiguration where there is
 // too little scratch or shared memory for `config`. Results have the same bits on every run.
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 

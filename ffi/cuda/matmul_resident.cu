@@ -57,8 +57,8 @@ bool supports(const MatmulArgs& args) {
   const int tokens = split || adds_activations(args) ? 8 : kMaxTokens;
   if (args.bits != 4 || args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
   if (args.shift_mode == ShiftMode::kTable) return false;
-  if (split) return !adds_activations(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
-  return args.scale_dtype == args.x_dtype && (!adds_activations(args) || args.shift_dtype == args.x_dtype);
+  if (!split && args.scale_dtype == args.x_dtype) return !adds_activations(args) || args.shift_dtype == args.x_dtype;
+  return !adds_activations(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {

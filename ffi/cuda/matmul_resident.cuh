@@ -72,9 +72,9 @@ struct Params {
   void* y;                // as args.y, near the others
   bool plain_results;     // of the activations' type, without bias and activation, pairs of neighbours aligned
   int step_scales;        // from those of a stage of a warpgroup to those of its next
-  int scale_bytes;        // with float32 activations scales may be of any type
-  Divisor of_tokens;      // of rows of those
-  uint32_t none;          // zero, which the compiler does not know
+  int scale_bytes;
+  Divisor of_tokens;  // of rows of those
+  uint32_t none;      // zero, which the compiler does not know
   // What multiplies zeros and offsets is `of_shift` less the scale's bits that `scale_mask` leaves.
   uint32_t scale_mask;
   float of_shift;
@@ -82,11 +82,11 @@ struct Params {
 };
 
 // kGroups: scales of a stage, at least as many as it has groups. kShiftSize: bytes of a zero or offset, 0 without;
-// zeros of one byte are taken off the codes, while two bytes multiply the sums of activations.
-// float32 activations are two fp16 numbers each, neighbours among the columns.
-template <typename Input, int kColumns_, int kGroups_, int kShiftSize_>
+// zeros of one byte are taken off the codes, while two bytes multiply the sums of activations. kAnyScales: scales are
+// of any type, not of 16-bit activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
+template <typename Input, int kColumns_, int kGroups_, int kShiftSize_, bool kAnyScales_>
 struct Shape {
-  static constexpr bool kSplit = std::is_same_v<Input, float>;
+  static constexpr bool kSplit = std::is_same_v<Input, float>, kAnyScales = kAnyScales_;
   using X = std::conditional_t<kSplit, __half, Input>;
   static constexpr int kColumns = kColumns_, kGroups = kGroups_, kShiftSize = kShiftSize_;
   static constexpr int kTokens = kSplit ? 8 : kColumns;
@@ -96,7 +96,8 @@ struct Shape {
   // 8 what asks for pieces later takes as long as it saves.
   static constexpr bool kLater = kColumns >= 16;
   static constexpr int kFirstPieces = 2;
-  static_assert(!kSums || (kTokens == 8 && !kSplit));
+  static_assert(!kSums || (kTokens == 8 && !kAnyScales));
+  static_assert(!kSplit || kAnyScales);
   static constexpr int kAllThreads = kThreads + (kSplit ? kSplitWarps * 32 : 0);
   // Warps that multiply split the first piece, for which they have yet to wait; of up to four tokens they would ask for
   // their next weights too late.
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const int turns = (cta_tiles + kTurn * kStepTiles - 1) / (kTurn * kStepTiles);
   uint4 words[2][kAhead][kTiles] = {};
   uint32_t scale_bits[2][kAhead][2] = {}, shift_bits[2][kAhead][2] = {};
-  const int scale_bytes = S::kSplit ? params.scale_bytes : 2;
+  const int scale_bytes = S::kAnyScales ? params.scale_bytes : 2;
   const int first_strip = first_atom + warp % 4;
   int fetch_atoms = atoms - warp % 4;  // from the strip on that is loaded
   int fetch_block = 0, fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   // Four bytes of scales are loaded where those may be float32: where a scale is in them, as the upper part of a
   // number.
   uint32_t scale_part = 0;
-  if constexpr (S::kSplit) {
+  if constexpr (S::kAnyScales) {
     const uint64_t odd = reinterpret_cast<uint64_t>(fetch_scales) & 2;
     fetch_scales -= odd;
     scale_part = scale_bytes == 4 ? 0x3210 : odd == 0 ? 0x1044 : 0x3244;
@@ -312,7 +313,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         uint32_t (&scale)[2] = scale_bits[buffer][stage], (&zero)[2] = shift_bits[buffer][stage];
         // A group that half a stage does not have keeps nothing of others, which may be infinite.
         if (kGroups > 1 && !wanted) scale[i] = zero[i] = 0;
-        ptx::load_part<S::kSplit ? 4 : 2, !first.value>(scale[i], fetch_scales + 8 * scale_bytes * i, of_row);
+        ptx::load_part<S::kAnyScales ? 4 : 2, !first.value>(scale[i], fetch_scales + 8 * scale_bytes * i, of_row);
         if constexpr (S::kShiftSize == 1) ptx::load_part<1, !first.value>(zero[i], fetch_zeros + 8 * i, of_row);
         if constexpr (S::kShiftSize == 2) {
           ptx::load_part<2, !first.value>(zero[i], fetch_scales + to_shift + 16 * i, of_row);
@@ -469,7 +470,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
               }
             }
             const auto scales_of_chain = [&](int chain) -> float2 {
-              if constexpr (S::kSplit) {
+              if constexpr (S::kAnyScales) {
                 float both[2];
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
@@ -664,10 +665,18 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   const auto launch = [&](auto groups, auto shift_size) {
     constexpr int kGroups = groups.value, kShiftSize = shift_size.value;
     const int columns = kSplit ? 2 * static_cast<int>(args.m) : static_cast<int>(args.m);
-    if constexpr (kShiftSize < 2) {
-      if (columns > 8) return launch_shape(Shape<Input, 16, kGroups, kShiftSize>{});
+    const auto of_scales = [&](auto any) {
+      constexpr bool kAny = any.value;
+      if (columns > 8) return launch_shape(Shape<Input, 16, kGroups, kShiftSize, kAny>{});
+      return launch_shape(Shape<Input, 8, kGroups, kShiftSize, kAny>{});
+    };
+    if constexpr (kShiftSize == 2) {
+      return launch_shape(Shape<Input, 8, kGroups, kShiftSize, false>{});
+    } else if constexpr (kSplit) {
+      return of_scales(std::true_type{});
+    } else {
+      return args.scale_dtype == args.x_dtype ? of_scales(std::false_type{}) : of_scales(std::true_type{});
     }
-    return launch_shape(Shape<Input, 8, kGroups, kShiftSize>{});
   };
   constexpr std::integral_constant<int, 0> none;
   constexpr std::integral_constant<int, 1> one;

@@ -46,9 +46,9 @@ struct Costs {
   float rows;    // a token's float32 activations of a stage of a warpgroup, once
 };
 
-// Whether this kernel computes `args`: int4 with scales of the activations' 16-bit type, zeros or offsets of that type,
-// uint8 zeros or none, K a multiple of 64; of float32 activations scales of any type, in rows of whole pieces of four
-// bytes, and uint8 zeros or none; sm_90 only.
+// Whether this kernel computes `args`: int4, K a multiple of 64, uint8 zeros or none, and scales of any type, in rows
+// of whole pieces of four bytes where that is not the activations' own of 16 bits; with such scales also zeros or
+// offsets of that type; sm_90 only.
 bool supports(const MatmulArgs& args);
 
 // Sets the fastest configuration, and returns the microseconds that it is expected to take; 0 where there is none.

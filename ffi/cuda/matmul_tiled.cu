@@ -3,13 +3,15 @@
 
 namespace wonly::tiled {
 
-bool supports(const MatmulArgs& args) {
+bool takes(const MatmulArgs& args) {
+  const auto known = [&](DType type) { return type == args.x_dtype || type == DType::kF32; };
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
   const bool table = args.shift_mode == ShiftMode::kTable, none = args.shift_mode == ShiftMode::kNone;
-  const bool shift = table || none || args.shift_dtype == DType::kU8 || args.shift_dtype == args.x_dtype;
-  const bool scales = args.scale_dtype == args.x_dtype || (table && args.scale_dtype == DType::kF32);
-  return sixteen_bits && args.k % 8 == 0 && args.k > 0 && args.m > 0 && scales && shift;
+  return sixteen_bits && args.k % 8 == 0 && known(args.scale_dtype) &&
+         (table || none || args.shift_dtype == DType::kU8 || known(args.shift_dtype));
 }
+
+bool supports(const MatmulArgs& args) { return args.k > 0 && args.m > 0 && takes(args); }
 
 float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config) {
   float least = 0.f;

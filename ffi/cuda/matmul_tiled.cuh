@@ -28,7 +28,7 @@ struct WaveParams {
 template <Heights kHeights>
 struct Waves : RowsOf<kHeights> {
   using Params = WaveParams;
-  static constexpr bool kFloat32Scales = false, kTables = true, kLoadsRows = false;
+  static constexpr bool kTables = true, kLoadsRows = false;
   static constexpr int kMostSharedBytes = 0;
 
   const Params& params;

@@ -43,8 +43,10 @@ struct Costs {
 // returns the microseconds that it should take.
 float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config);
 
-// 16-bit activations whose rows the tensor copy engine can fetch, and scales (and zeros or offsets, unless uint8) of
-// the same type; with a table, scales may be float32.
+// 16-bit activations whose rows the tensor copy engine can fetch; scales (and zeros or offsets, unless uint8) of the
+// same type or float32, which are rounded to it: what the kernels of tiled.cuh take, whatever their tiles are of.
+bool takes(const MatmulArgs& args);
+// The same, and something to compute.
 bool supports(const MatmulArgs& args);
 
 // Enqueues the product on `stream`; cudaErrorInvalidConfiguration where there is too little scratch for

@@ -6,6 +6,7 @@
 #include "cuda/device.h"
 #include "cuda/matmul_decode.h"
 #include "cuda/matmul_stream.h"
+#include "cuda/matmul_tiled.h"
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ragged.h"
 #include "cuda/ragged_plan.h"
@@ -103,7 +104,7 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   const bool warpgroup = in_order && (!ids || args.m >= args.experts);
   const int rows = warpgroup ? ragged_warpgroup::tile_rows(args.product, args.m, args.experts) : 0;  // of a tile
   const bool many = args.m >= costs::kRaggedTiledRows * args.experts;  // were rows spread evenly
-  const bool tiled = in_order && rows == 0 && (table || many) && ragged_tiled::supports(args.product);
+  const bool tiled = in_order && rows == 0 && (table || many) && tiled::takes(args.product);
   if (table && !tiled) return cudaErrorNotSupported;
   if (rows == 0 && !tiled) return launch_stream(args, device, stream);
   ragged::Work work;

@@ -28,7 +28,7 @@ struct Spans : tiled::Rows {
     int output_tiles;  // of kCluster * kOutputs
     int stages;
   };
-  static constexpr bool kFloat32Scales = true, kTables = true;
+  static constexpr bool kTables = true;
   static constexpr int kMostSharedBytes = ragged::kMostPlanBytes;
 
   const Params& params;

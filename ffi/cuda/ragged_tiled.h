@@ -8,11 +8,7 @@ namespace wonly::ragged_tiled {
 
 constexpr int kTileRows = 256;  // of the plan that `launch` takes
 
-// 16-bit activations in rows that the tensor copy engine can fetch; scales, zeros and offsets of their type or float32
-// (zeros also uint8).
-bool supports(const MatmulArgs& args);
-
-// The rows of args.x are in the plan's order.
+// Of what tiled::takes. The rows of args.x are in the plan's order.
 cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
 
 cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);

@@ -70,6 +70,16 @@ struct Convert {
     return to;
   }
 
+  // Of a float32 zero, or offset: (code - bias) * scale + what that leaves, which is small where codes lie on both
+  // sides of the bias. Rounding the zero or the offset itself would move all weights of a group alike by more.
+  __device__ static Affine centred(float scale, float shift, bool is_offset) {
+    static_assert(S::kZeros);
+    constexpr float kBias = static_cast<float>(bias_of(S::kBits));
+    Affine to = affine(scale, kBias);
+    to.offset = pair(is_offset ? fmaf(kBias, scale, shift) : (kBias - shift) * scale);
+    return to;
+  }
+
   // The same of a scale and a shift of type X in both halves of a register each, without float32 in between: factors
   // are powers of two.
   template <typename Shift>

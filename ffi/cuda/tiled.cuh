@@ -9,7 +9,6 @@
 // Which rows and weights make a tile is the business of a `Source` (matmul_tiled.cuh, ragged_tiled.cuh, conv.cuh),
 // which inherits from `Rows` what it does not say otherwise:
 //   struct Params                         what the host gives it
-//   kFloat32Scales                        whether scales and shifts may be float32; those of tables may
 //   kTables                               whether codes may index a table
 //   kMostSharedBytes                      of its own shared memory, which begins at `shared`
 //   Source(params, args, shared)          all threads of the CTA
@@ -145,7 +144,6 @@ struct Shape {
   using X = X_;
   static constexpr int kBits = kBits_;
   static constexpr bool kZeros = kCodes == Codes::kWithZeros, kTable = kCodes == Codes::kOfTable;
-  static constexpr bool kFloat32Scales = Source::kFloat32Scales || kTable;
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
   static constexpr int kXBytes = whole_boxes(kHighest<Source::kHeights>) * kStageK * 2;
   static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
@@ -259,6 +257,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         using Scale = decltype(scale_of);
         using Shift = decltype(shift_of);
         constexpr bool kShift = !std::is_same_v<Shift, NoShift>;
+        const auto affine_of = [&](float of_codes, Shift of_group) {
+          if constexpr (std::is_same_v<Shift, float>) {
+            return C::centred(of_codes, of_group, args.shift_mode == ShiftMode::kOffsets);
+          } else {
+            return C::affine(of_codes, of_group);
+          }
+        };
         for (int64_t index = 0; index < count; ++index) {
           const typename Source::Tile tile = source.tile(index);
           if (tile.weights < 0) {
@@ -321,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               if (set >= sets) break;
 #pragma unroll
               for (int i = 0; i < 2; ++i) {
-                if (group != made) affine[i] = C::affine(to_float(scale[set][i]), shift[set][i]);
+                if (group != made) affine[i] = affine_of(to_float(scale[set][i]), shift[set][i]);
                 to[set * kOutputs + 32 * i] = affine[i];
               }
             }
@@ -335,16 +340,14 @@ __global__ void __launch_bounds__(kThreads, 1)
         if constexpr (S::kTable) return make_factors(scale, NoShift{});
         if constexpr (S::kZeros) {
           if (args.shift_dtype == DType::kU8) return make_factors(scale, uint8_t{});
+          if (args.shift_dtype == DType::kF32) return make_factors(scale, float{});
         } else {
           if (args.shift_mode == ShiftMode::kNone) return make_factors(scale, NoShift{});
         }
-        if constexpr (Source::kFloat32Scales) {
-          if (args.shift_dtype == DType::kF32) return make_factors(scale, float{});
-        }
         make_factors(scale, X{});
       };
-      if (S::kFloat32Scales && args.scale_dtype == DType::kF32) {
-        with_shift(std::conditional_t<S::kFloat32Scales, float, X>{});
+      if (args.scale_dtype == DType::kF32) {
+        with_shift(float{});
       } else {
         with_shift(X{});
       }
@@ -565,7 +568,8 @@ cudaError_t with_shape(const MatmulArgs& args, Launch&& launch) {
     if constexpr (Source::kTables) return launch(static_cast<Shape<Source, X, 4, Codes::kOfTable>*>(nullptr));
     return cudaErrorNotSupported;
   }
-  const bool zeros = args.shift_mode == ShiftMode::kZeros;
+  const bool shifted = args.shift_mode != ShiftMode::kNone;
+  const bool zeros = args.shift_mode == ShiftMode::kZeros || (shifted && args.shift_dtype == DType::kF32);
   if (args.bits == 4) {
     return zeros ? launch(static_cast<Shape<Source, X, 4, Codes::kWithZeros>*>(nullptr))
                  : launch(static_cast<Shape<Source, X, 4, Codes::kNumbers>*>(nullptr));

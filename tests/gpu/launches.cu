@@ -103,7 +103,7 @@ class Case {
   std::vector<void*> buffers_;
 };
 
-// Scheme 0: symmetric, 1: u8 zeros, 2: float zeros, 3: offsets, 4: a table.
+// Scheme 0: symmetric, 1: u8 zeros, 2: float zeros, 3: offsets, 4: a table. Every third case has float32 scales.
 MatmulArgs product(Case& c, int64_t batch, int64_t m, int64_t k, int64_t n, int64_t group, int bits, DType type,
                    int scheme, bool transposed = false, int64_t weights = 0) {
   const int64_t groups = group ? k / group : 1, matrices = weights ? weights : batch;
@@ -111,8 +111,9 @@ MatmulArgs product(Case& c, int64_t batch, int64_t m, int64_t k, int64_t n, int6
   MatmulArgs args{};
   args.x = c.numbers(batch * m * (transposed ? n : k), type);
   args.qw = static_cast<uint32_t*>(c.words(matrices * words));
-  args.scales = c.numbers(matrices * groups * n, type, 0.01f, 0.02f);
-  args.scale_dtype = args.x_dtype = args.y_dtype = args.shift_dtype = type;
+  args.x_dtype = args.y_dtype = type;
+  args.scale_dtype = args.shift_dtype = seen % 3 == 0 ? DType::kF32 : type;
+  args.scales = c.numbers(matrices * groups * n, args.scale_dtype, 0.01f, 0.02f);
   args.shift_mode = scheme == 0   ? ShiftMode::kNone
                     : scheme <= 2 ? ShiftMode::kZeros
                     : scheme == 3 ? ShiftMode::kOffsets
