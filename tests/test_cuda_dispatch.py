@@ -128,7 +128,9 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
     # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations.
     assert kernel(4, 256, 1024, batch=140) == kernel(4, 131072, 1024) == "matmul_warpgroup"
     # Scales of any type, in pieces of four bytes, but not with zeros and offsets that are no integers.
-    assert {kernel(m, 5120, 5120, g, scales=jnp.float32) for m in (3, 8, 16) for g in (None, 128)} == {"matmul_resident"}
+    assert {kernel(m, 5120, 5120, g, scales=jnp.float32) for m in (3, 8, 16) for g in (None, 128)} == {
+        "matmul_resident"
+    }
     assert kernel(4, 5120, 5120, scales=jnp.float32, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_resident"
     other = jnp.float16 if x == jnp.bfloat16 else jnp.bfloat16
     assert [kernel(4, 1088, n, None, scales=other) for n in (1001, 1002)] == ["matmul_stream", "matmul_resident"]
@@ -248,6 +250,21 @@ def test_float32(monkeypatch, warpgroups):
         for m in (17, 1024, 8192):
             fused, dense = _cuda_dispatch.estimate(Product(m, 8192, 8192, 1, 4, jnp.float32, jnp.float32, groups=64))
             assert 3 * fused < dense
+
+
+def test_float32_scales_of_transposed(warpgroups):
+    """Rounded where weights then stay in registers."""
+
+    def rounds(m=17, n=4096, bits=4, x=jnp.bfloat16, scales=jnp.float32, mode=ShiftMode.NONE, groups=32):
+        shift = None if mode == ShiftMode.NONE else jnp.uint8
+        return _cuda_dispatch.rounds_transposed_scales(
+            Product(m, 4096, n, 1, bits, x, scales, mode, shift, groups=groups)
+        )
+
+    assert rounds() == rounds(8192) == rounds(groups=1) == rounds(128, bits=8) == warpgroups
+    assert not (rounds(16) or rounds(n=4100) or rounds(129, bits=8) or rounds(groups=64) or rounds(groups=128))
+    assert not (rounds(x=jnp.float16) or rounds(x=jnp.float32) or rounds(scales=jnp.bfloat16))
+    assert not rounds(mode=ShiftMode.ZEROS)
 
 
 def test_quantized(warpgroups):

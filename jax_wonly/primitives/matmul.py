@@ -140,14 +140,16 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     target = _abi.MATMUL_TRANSPOSED if p.transpose else _abi.MATMUL
     shape = _result_shape(x, qw, scales, *rest, p=p)
     results = [jax.ShapeDtypeStruct(shape, dtype)]
-    if platform == "cuda" and not p.transpose and all(isinstance(s, int) for s in shape):
+    if platform == "cuda" and all(isinstance(s, int) for s in shape):
         from jax_wonly import _cuda_dispatch
 
-        (x_batch, m, k), (batch, _, n) = x.shape, shape
         types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
-        product = _cuda_dispatch.Product(m, k, n, batch, p.bits, *types, groups=scales.shape[-2])
-        scratch = _cuda_dispatch.scratch(product, x_batch)
-        if scratch:
+        sizes = (x.shape[1], p.k, scales.shape[-1], shape[0])
+        product = _cuda_dispatch.Product(*sizes, p.bits, *types, groups=scales.shape[-2])
+        if p.transpose:
+            if _cuda_dispatch.rounds_transposed_scales(product):
+                scales = scales.astype(x.dtype)
+        elif scratch := _cuda_dispatch.scratch(product, x.shape[0]):
             results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
     return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)
 
