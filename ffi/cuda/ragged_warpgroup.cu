@@ -20,7 +20,7 @@ bool has_small_groups(const MatmulArgs& args) {
 bool supports(const MatmulArgs& args) {
   MatmulArgs any = args;
   any.m = 1;
-  return warpgroup::supports(any) && (!has_floats(args) || rounds(args, kLowRows));
+  return args.x_dtype != DType::kF32 && warpgroup::supports(any) && (!has_floats(args) || rounds(args, kLowRows));
 }
 
 bool rounds(const MatmulArgs& args, int tile_rows) {

@@ -93,7 +93,9 @@ class Case {
     ++cases;
     if (first != second) {
       ++wrong;
-      std::printf("%s: not the same twice\n", what);
+      const long at = std::mismatch(first.begin(), first.end(), second.begin()).first - first.begin();
+      std::printf("%s, case %d: not the same twice, first at byte %ld of %ld\n", what, seen, at,
+                  static_cast<long>(bytes));
     }
   }
 
@@ -342,7 +344,7 @@ void conversions() {
           back.batch = 2, back.k = k, back.n = n, back.groups = groups, back.bits = bits;
           back.qw_batch_stride = weight.qw_batch_stride;
           back.scales_batch_stride = back.shift_batch_stride = groups * n;
-          back.scale_dtype = back.w_dtype = type, back.shift_dtype = weight.shift_dtype;
+          back.scale_dtype = back.w_dtype = type, back.shift_dtype = mode == 1 ? DType::kU8 : type;
           back.shift_mode = weight.shift_mode;
           c.run("quantize", back.w, 2 * k * n * element_size(type), [&] {
             const cudaError_t error = launch_quantize(args, nullptr);
