@@ -272,14 +272,6 @@ __device__ __forceinline__ void convert(const uint4& words, const Of& low, const
   convert_half<X, kBits>(words.z, words.w, low, high, a + (kBits == 4 ? 2 : 1));
 }
 
-template <bool kFirst, typename First, typename Second>
-__device__ __forceinline__ auto& first_or_second(First& first, Second& second) {
-  if constexpr (kFirst)
-    return first;
-  else
-    return second;
-}
-
 // A warpgroup's products of the weights of some steps of 16 inputs, from step `first` of a stage on, with that stage's
 // activations: two halves of 64 inputs, `half_bytes` apart. `accumulate`: whether sums go on with the first of them.
 template <typename X, int kColumns, int kSteps>
