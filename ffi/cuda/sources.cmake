@@ -68,6 +68,12 @@ if(wonly_build_cuda)
   set(wonly_sm90_kernels ${wonly_cuda_kernels})
   list(FILTER wonly_sm90_kernels INCLUDE REGEX "(decode_int|resident_|warpgroup_|tiled_|quantized_matmul_|/conv_b?f16|/band_conv_).*[.]cu$")
   list(REMOVE_ITEM wonly_cuda_kernels ${wonly_sm90_kernels})
+  # Host code alone (dispatchers and launches, without a kernel): a C++ compiler takes a fifth of nvcc's time for it.
+  set(wonly_cuda_host conv direct_conv launch matmul matmul_decode matmul_resident matmul_stream matmul_tiled
+      matmul_transposed matmul_warpgroup quantized_matmul ragged_matmul ragged_resident ragged_tiled ragged_warpgroup
+      tensor_map)
+  list(TRANSFORM wonly_cuda_host REPLACE "(.+)" "ffi/cuda/\\1.cu")
+  set_source_files_properties(${wonly_cuda_host} PROPERTIES LANGUAGE CXX)
   # The dispatcher's numbers, as a header.
   file(GLOB costs CONFIGURE_DEPENDS jax_wonly/costs/*.json)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${costs} ffi/cuda/costs.py)
