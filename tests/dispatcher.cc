@@ -173,11 +173,6 @@ cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, 
   return launch_ragged_bf16(args, work, config, stream);
 }
 }  // namespace stream
-namespace ragged_resident {
-cudaError_t launch_f16(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream) {
-  return launch_bf16(args, multiprocessors, shared_bytes, stream);
-}
-}  // namespace ragged_resident
 namespace ragged_warpgroup {
 cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
   return launch_bf16(args, work, multiprocessors, stream);

@@ -1,9 +1,0 @@
-#include "cuda/matmul_resident.cuh"
-
-namespace wonly::resident {
-
-cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
-  return launch_typed<__nv_bfloat16>(args, config, shared_bytes, stream);
-}
-
-}  // namespace wonly::resident

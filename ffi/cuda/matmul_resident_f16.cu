@@ -1,9 +1,0 @@
-#include "cuda/matmul_resident.cuh"
-
-namespace wonly::resident {
-
-cudaError_t launch_f16(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
-  return launch_typed<__half>(args, config, shared_bytes, stream);
-}
-
-}  // namespace wonly::resident

@@ -1,9 +1,0 @@
-#include "cuda/ragged_resident.cuh"
-
-namespace wonly::ragged_resident {
-
-cudaError_t launch_bf16(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream) {
-  return launch_typed<__nv_bfloat16>(args, multiprocessors, shared_bytes, stream);
-}
-
-}  // namespace wonly::ragged_resident
