@@ -1,14 +1,16 @@
 """Times what a user waits for a wheel of this package, with the CUDA kernels and without, and says how large it is.
 
-    python benchmarks/build.py [--architectures off 90a-real ...] [--output FILE]
+    python benchmarks/build.py [--architectures off 90a-real ...] [--no-isolation] [--output FILE] [--append]
 
-Each wheel is made by `pip wheel` from nothing, its isolated environment included; the compilers use all cores. With
+Each wheel is made by `pip wheel` from nothing, its isolated environment included, or, without a network, with the
+packages that are installed (``--no-isolation``). The compilers use all cores that the process may (``taskset``). With
 kernels it needs nvcc on the PATH. ``cpu_seconds`` is what the processes used, whoever shares the machine.
 """
 
 import argparse
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -23,13 +25,19 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "build.json"
 
 
-def build(architectures: str) -> dict:
+def processor() -> str:
+    named = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return named[1] if named else ""
+
+
+def build(architectures: str, isolated: bool) -> dict:
     cuda = architectures != "off"
     environment = os.environ | {"JAX_WONLY_CUDA": "ON" if cuda else "OFF"}
     if cuda:
         environment["JAX_WONLY_CUDA_ARCHITECTURES"] = architectures
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir", folder]
+        words += [] if isolated else ["--no-build-isolation"]
         begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([*words, "-C", f"build-dir={folder}/build", str(ROOT)], env=environment, check=True)
         seconds, after = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -50,14 +58,21 @@ def build(architectures: str) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", nargs="+", default=["off", "90a-real"])
-    add_results(parser, RESULTS, append=False)
+    parser.add_argument("--no-isolation", action="store_true", help="build with the packages that are installed")
+    add_results(parser, RESULTS)
     args = parser.parse_args()
-    nvcc = command("nvcc", "--version").split("release ")[-1].split(",")[0]
-    cores = len(os.sched_getaffinity(0))
-    report = {"cores": cores, "nvcc": nvcc, "commit": revision(args.commit), "rows": []}
+    machine = {
+        "kernels_of": revision(args.commit),
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "nvcc": command("nvcc", "--version").split("release ")[-1].split(",")[0],
+        "isolated": not args.no_isolation,
+    }
+    rows = json.loads(args.output.read_text())["rows"] if args.append and args.output.is_file() else []
+    report = {"commit": revision(args.commit), "rows": rows}
     for architectures in args.architectures:
-        report["rows"].append(build(architectures))
-        print(report["rows"][-1])
+        rows.append(machine | build(architectures, not args.no_isolation))
+        print(rows[-1])
         args.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
