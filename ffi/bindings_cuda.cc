@@ -84,6 +84,16 @@ ffi::Error launched(const char* what, cudaError_t status) {
                               " could not be launched: " + cudaGetErrorString(status));
 }
 
+// Of a product, if it has any.
+ffi::Error set_scratch(MatmulArgs& args, ffi::RemainingRets scratch) {
+  if (scratch.size() == 0) return ffi::Error::Success();
+  auto room = *scratch.get<ffi::AnyBuffer>(0);
+  WONLY_RETURN_IF_ERROR(check_type("scratch", *room, ffi::S32));
+  args.scratch = room->untyped_data();
+  args.scratch_bytes = static_cast<int64_t>(room->size_bytes());
+  return ffi::Error::Success();
+}
+
 ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
                   ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets scratch, int64_t bits,
                   int64_t shift_mode, int64_t has_bias, int64_t activation) {
@@ -101,12 +111,7 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   args.x_batch_stride = operands.x.stride;
   args.bias_batch_stride = operands.bias.stride;
   args.m = operands.m;
-  if (scratch.size() > 0) {
-    auto room = *scratch.get<ffi::AnyBuffer>(0);
-    WONLY_RETURN_IF_ERROR(check_type("scratch", *room, ffi::S32));
-    args.scratch = room->untyped_data();
-    args.scratch_bytes = static_cast<int64_t>(room->size_bytes());
-  }
+  WONLY_RETURN_IF_ERROR(set_scratch(args, scratch));
   return launched("the product", launch_matmul(args, stream));
 }
 
@@ -158,8 +163,8 @@ ffi::Error ragged_matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi:
 }
 
 ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
-                             ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx, int64_t bits,
-                             int64_t shift_mode) {
+                             ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx, ffi::RemainingRets scratch,
+                             int64_t bits, int64_t shift_mode) {
   MatmulOperands operands;
   WONLY_RETURN_IF_ERROR(check_matmul_transposed(dy, qw, scales, rest, *dx, bits, shift_mode, operands));
   const WeightOperands& weights = operands.weights;
@@ -171,6 +176,7 @@ ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   args.batch = operands.batch;
   args.x_batch_stride = operands.x.stride;
   args.m = operands.m;
+  WONLY_RETURN_IF_ERROR(set_scratch(args, scratch));
   return launched("the transposed product", launch_matmul_transposed(args, stream));
 }
 

@@ -155,8 +155,9 @@ auto bind_direct_conv() {
 template <typename Context>
 auto bind_matmul_transposed() {
   return bind_scheme(bind_operands<Context>()
-                         .RemainingArgs()                   // shift
-                         .template Ret<ffi::AnyBuffer>());  // dx
+                         .RemainingArgs()                 // shift
+                         .template Ret<ffi::AnyBuffer>()  // dx
+                         .RemainingRets());               // scratch
 }
 
 template <typename Context>

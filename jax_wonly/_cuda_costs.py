@@ -155,6 +155,7 @@ class Transposed(NamedTuple):
     """Products with transposed weights: tokens, and rows of an expert, up to which the streaming kernel is faster."""
 
     stream_tokens: int
+    stream_tokens_float32: int
     stream_rows_of_expert: int
 
 

@@ -36,6 +36,7 @@ _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 # weights.
 _TRANSPOSED_TOKENS = 64
 _TRANSPOSED_TOKENS_FLOAT32 = 256
+_MOST_SPLIT = 1 << 26  # numbers of float32 cotangents of a batch that scratch may hold, 4 bytes each
 # Tokens of a tile of quantized activations, and microseconds of 128 inputs, with one scale for a row or with blocks.
 _QUANTIZED_TOKENS = 256
 _QUANTIZED_ROWS = 0.66
@@ -525,12 +526,25 @@ def conv_dense(pixels: int, k: int, n: int, taps: int, bits: int) -> float:
     return _CONV_START + weights * (bits / 8 + 6) / _MEMORY + 2.0 * weights * pixels / _CONV
 
 
-def transposed_kernel(m, n: int, x_dtype) -> str:
-    """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``m`` rows."""
-    many = not isinstance(m, int) or m > TRANSPOSED.stream_tokens
-    if many and n % 8 == 0 and has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2:
+def transposed_kernel(p: Product) -> str:
+    """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``p.m`` rows."""
+    few = TRANSPOSED.stream_tokens_float32 if p.split else TRANSPOSED.stream_tokens
+    takes = p.n % 8 == 0
+    if p.split:
+        takes = takes and isinstance(p.m, int) and not p.floats
+        takes = takes and (p.batch == 1 or p.batch * p.m * p.n <= _MOST_SPLIT)
+    if has_warpgroups() and takes and (not isinstance(p.m, int) or p.m > few):
         return "matmul_transposed_warpgroup"
     return "matmul_transposed_stream"
+
+
+def transposed_scratch(p: Product, dy_batch: int, parameter_batch: int) -> int:
+    """Words of scratch that the product with transposed weights takes, if dy has ``dy_batch`` entries of the batch, and
+    scales or shift as many as ``parameter_batch``.
+    """
+    if p.split and transposed_kernel(p) == "matmul_transposed_warpgroup":
+        return _abi.transposed_float32_scratch(dy_batch, p.m, p.n, p.batch, parameter_batch, p.groups)
+    return 0
 
 
 def rounds_transposed_scales(p: Product) -> bool:
@@ -542,16 +556,16 @@ def rounds_transposed_scales(p: Product) -> bool:
     symmetric = p.shift_mode == ShiftMode.NONE and not p.small_groups
     if not (isinstance(p.m, int) and bfloat16 and symmetric) or (p.bits == 8 and p.m > _REGISTER_TOKENS_OF_EIGHT_BITS):
         return False
-    return transposed_kernel(p.m, p.n, p.x_dtype) == "matmul_transposed_warpgroup"
+    return transposed_kernel(p) == "matmul_transposed_warpgroup"
 
 
-def use_transposed_kernel(m, n: int, x_dtype, *, forced: bool = False) -> bool:
+def use_transposed_kernel(p: Product, *, forced: bool = False) -> bool:
     """Whether ``[batch, m, n]`` times transposed weights takes a fused kernel; ``forced``: wherever there is one."""
     if not has_bf16():
         return False
-    if forced or not isinstance(m, int) or transposed_kernel(m, n, x_dtype).endswith("warpgroup"):
+    if forced or not isinstance(p.m, int) or transposed_kernel(p).endswith("warpgroup"):
         return True
-    return m <= most_streamed(x_dtype)
+    return p.m <= most_streamed(p.x_dtype)
 
 
 def most_streamed(x_dtype) -> int:

@@ -256,7 +256,7 @@ def explain(
         elif _abi.QUANTIZED_MATMUL in targets:
             kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
-        kernel = _cuda_dispatch.transposed_kernel(m, n, x.dtype)
+        kernel = _cuda_dispatch.transposed_kernel(product)
     elif platform == "cpu" and targets:
         kernel = importlib.import_module("jax_wonly._cpu").active_isa()
     path = "xla" if not targets else "dequantize" if _abi.DEQUANTIZE in targets else "kernel"

@@ -133,7 +133,8 @@ WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_transposed_stream", config
 }  // namespace transposed_stream
 namespace transposed_warpgroup {
 WONLY_SAY(MatmulArgs, Config, "matmul_transposed_warpgroup", config.tokens, config.cluster)
-}
+WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_transposed_warpgroup", config.tokens, config.cluster)
+}  // namespace transposed_warpgroup
 namespace conv {
 WONLY_SAY(ConvArgs, tiled::Config, "tiled", config.tokens, config.splits, config.ctas)
 WONLY_SAY(ConvArgs, warpgroup::Config, "warpgroup", config.tokens, config.warpgroups, config.cluster)

@@ -208,16 +208,24 @@ def test_tables(warpgroups):
 def test_transposed(monkeypatch, warpgroups, x):
     """The gradient of x is fused where its kernels run and are not expected to be slower."""
     wide = x == jnp.float32
-    assert all(_cuda_dispatch.use_transposed_kernel(m, 8192, x) for m in (1, 16, 64))
-    assert _cuda_dispatch.use_transposed_kernel(8192, 8192, x) == (warpgroups and not wide)
-    assert not _cuda_dispatch.use_transposed_kernel(8192, 8193, x)
-    assert _cuda_dispatch.use_transposed_kernel(8192, 8193, x, forced=True)
+
+    def use(m, n=8192, *, group_size=128, mode=ShiftMode.NONE, shift=None, forced=False):
+        product = Product(m, 8192, n, 1, 4, x, jnp.bfloat16, mode, shift, groups=8192 // group_size)
+        return _cuda_dispatch.use_transposed_kernel(product, forced=forced)
+
+    assert all(use(m) for m in (1, 16, 64))
+    assert use(8192) == use(8192, mode=ShiftMode.ZEROS, shift=jnp.uint8) == warpgroups
+    assert not use(8192, 8196)
+    assert use(8192, group_size=32) == warpgroups
+    assert use(8192, mode=ShiftMode.OFFSETS, shift=x) == (warpgroups and not wide)
+    assert not use(8192, 8193)
+    assert use(8192, 8193, forced=True)
     assert _cuda_experts.use_transposed_kernel(8 * 64, 8, 8193, x)
     assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8192, x) == (warpgroups and not wide)
     assert not _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x)
     assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x, forced=True)
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
-    assert not _cuda_dispatch.use_transposed_kernel(1, 8192, x, forced=True)
+    assert not use(1, forced=True)
     assert not _cuda_experts.use_transposed_kernel(8, 8, 8192, x, forced=True)
 
 

@@ -172,9 +172,10 @@ def test_transposed(rng, monkeypatch, dispatcher):
     for gpu in (H100, A100):
         on(monkeypatch, gpu)
         cases = products(rng, 500)
-        lines = [line("transposed", product) for product in cases]
+        scratch = [4 * _cuda_dispatch.transposed_scratch(product, product.batch, product.batch) for product in cases]
+        lines = [line("transposed", *case) for case in zip(cases, scratch, strict=True)]
         for product, (name, *_) in zip(cases, dispatcher(gpu, lines), strict=True):
-            assert _cuda_dispatch.transposed_kernel(product.m, product.n, product.x_dtype) == name, product
+            assert _cuda_dispatch.transposed_kernel(product) == name, product
 
 
 def test_products_before_tensor_cores_of_bf16(rng, monkeypatch, dispatcher):

@@ -267,8 +267,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi
 }
 
 ffi::Error matmul_transposed(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
-                             ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx, int64_t bits,
-                             int64_t shift_mode) {
+                             ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx, ffi::RemainingRets /*scratch*/,
+                             int64_t bits, int64_t shift_mode) {
   std::string message;
   const Engine* engine = active_engine(message);
   if (engine == nullptr) return invalid(message);

@@ -52,7 +52,7 @@ cudaError_t launch_fitting(transposed_stream::Config config, const Device& devic
 }
 
 // Microseconds of transposed_warpgroup: a stage, what a block adds, the kernel, and what it takes to add the sums of a
-// block that is split in two, or in more; with weights in shared memory and in registers.
+// block that is split in two, or in more; with weights in shared memory and in registers, and with float32 dy.
 struct WarpgroupCost {
   int tokens;
   float stage, block, sums_of_two, sums;
@@ -63,12 +63,13 @@ constexpr WarpgroupCost kRegisterCosts[] = {{32, 0.445f, 4.2f, 1.1f, 1.3f},
                                             {64, 0.313f, 3.0f, 0.9f, 1.6f},
                                             {128, 0.765f, 2.6f, 1.6f, 3.0f},
                                             {256, 0.645f, 2.0f, 2.6f, 0.f}};
+constexpr WarpgroupCost kFloat32Costs[] = {{64, 0.62f, 4.0f, 9.0f, 12.0f}, {128, 0.94f, 4.0f, 8.0f, 14.0f}};
 constexpr float kWarpgroupStart = 0.5f;
 constexpr int kSplits[] = {2, 3, 4, 6};
 constexpr int kLeastOutputs = 256;  // of a CTA
 
 transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
-  const bool in_registers = transposed_warpgroup::in_registers(args);
+  const bool float32 = args.x_dtype == DType::kF32, in_registers = transposed_warpgroup::in_registers(args);
   transposed_warpgroup::Config config{};
   float least = 0.f;
   const auto consider = [&](const transposed_warpgroup::Config& other, float us) {
@@ -100,7 +101,9 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
                kWarpgroupStart + walk(ceil_div(stages, cluster)) + (cluster == 2 ? cost.sums_of_two : cost.sums));
     }
   };
-  if (in_registers) {
+  if (float32) {
+    for (const WarpgroupCost& cost : kFloat32Costs) consider_blocks(cost);
+  } else if (in_registers) {
     for (const WarpgroupCost& cost : kRegisterCosts) {
       if (cost.tokens <= transposed_warpgroup::most_register_tokens(args.bits)) consider_blocks(cost);
     }
@@ -117,10 +120,27 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80) return cudaErrorNotSupported;
   // Up to so many the streaming kernel is faster.
-  if (device.architecture == 90 && args.m > costs::kTransposedStreamTokens && transposed_warpgroup::supports(args)) {
-    const transposed_warpgroup::Config config = warpgroup_config(args, device);
-    return args.x_dtype == DType::kF16 ? transposed_warpgroup::launch_f16(args, config, stream)
-                                       : transposed_warpgroup::launch_bf16(args, config, stream);
+  const bool float32 = args.x_dtype == DType::kF32;
+  const int64_t few = float32 ? costs::kTransposedStreamTokensFloat32 : costs::kTransposedStreamTokens;
+  if (device.architecture == 90 && args.m > few && transposed_warpgroup::supports(args)) {
+    if (!float32) {
+      const transposed_warpgroup::Config config = warpgroup_config(args, device);
+      return args.x_dtype == DType::kF16 ? transposed_warpgroup::launch_f16(args, config, stream)
+                                         : transposed_warpgroup::launch_bf16(args, config, stream);
+    }
+    // As many at a time as the scratch holds, in even parts.
+    const int64_t parts = ceil_div(args.m, transposed_warpgroup::float32_rows(args));
+    const int64_t rows =
+        ceil_div(args.m, parts * transposed_warpgroup::kFloat32Block) * transposed_warpgroup::kFloat32Block;
+    MatmulArgs some = args;
+    cudaError_t error = cudaSuccess;
+    for (int64_t first = 0; first < args.m && error == cudaSuccess; first += rows) {
+      some.m = std::min(rows, args.m - first);
+      some.x = static_cast<const float*>(args.x) + first * args.n;
+      some.y = static_cast<float*>(args.y) + first * args.k;
+      error = transposed_warpgroup::launch_f32(some, warpgroup_config(some, device), stream);
+    }
+    return error;
   }
   const int tiles = args.m <= 8 ? 1 : args.m <= 16 ? 2 : 4;
   const int64_t blocks = args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * tiles);
@@ -183,7 +203,18 @@ namespace transposed_warpgroup {
 
 bool supports(const MatmulArgs& args) {
   // Rows of dy are what the copy engine takes: multiples of 16 bytes.
-  return (args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16) && args.n % 8 == 0;
+  if (args.x_dtype != DType::kF32) return args.n % 8 == 0;
+  const bool integers = args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8;
+  return args.n % 8 == 0 && integers && float32_rows(args) > 0;
+}
+
+int64_t float32_rows(const MatmulArgs& args) {
+  const int64_t entries = args.x_batch_stride == 0 ? 1 : args.batch;
+  const int64_t parameters = parameter_batch(args) * args.groups *
+                             (4 + ceil_div(args.n, kTileN) * kTileN * 6);  // of 16 bits each, and one of 32
+  const int64_t room = (args.scratch_bytes - parameters) / (entries * (4 * args.n + 4));
+  if (room >= args.m) return args.m;
+  return args.batch > 1 ? 0 : room / kFloat32Block * kFloat32Block;
 }
 
 bool in_registers(const MatmulArgs& args) {
@@ -191,8 +222,8 @@ bool in_registers(const MatmulArgs& args) {
   // Of eight bits and more rows weights in shared memory are mostly faster, by up to 15%.
   if (args.bits == 8 && args.m > most_register_tokens(8)) return false;
   // Scales are copied 16 bytes at a time.
-  return args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype && (log2 < 0 || log2 >= 2) &&
-         reinterpret_cast<uintptr_t>(args.scales) % 16 == 0;
+  return args.x_dtype != DType::kF32 && args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype &&
+         (log2 < 0 || log2 >= 2) && reinterpret_cast<uintptr_t>(args.scales) % 16 == 0;
 }
 
 }  // namespace transposed_warpgroup

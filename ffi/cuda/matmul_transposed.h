@@ -62,8 +62,18 @@ constexpr int stage_outputs(int tokens, bool in_registers) { return in_registers
 // Inputs of a CTA's block.
 constexpr int block_inputs(int tokens, bool in_registers) { return in_registers && tokens == 32 ? 256 : 128; }
 
-// Whether the kernel takes these operands; the others are transposed_stream's.
+// Whether the kernel takes these operands; the others are transposed_stream's. float32: with uint8 zeros or none
+// and scratch.
 bool supports(const MatmulArgs& args);
+
+// Rows of float32 dy that the kernel takes at a time, as many as scratch has room for, as two fp16 numbers each, beside
+// the scales and zeros of all; 0: it has none.
+int64_t float32_rows(const MatmulArgs& args);
+constexpr int64_t kFloat32Block = 128;  // tokens of the largest block
+// Entries of the batch that have scales or zeros of their own, or one for all.
+constexpr int64_t parameter_batch(const MatmulArgs& args) {
+  return args.scales_batch_stride == 0 && args.shift_batch_stride == 0 ? 1 : args.batch;
+}
 
 // Whether weights are wgmma's operand in registers: symmetric codes, scales of dy's type, groups of 128 inputs or more,
 // and for eight bits few tokens.
@@ -73,6 +83,8 @@ constexpr int most_register_tokens(int bits) { return bits == 4 ? 256 : 128; }
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+// Blocks of 64 or 128 tokens, without partners.
+cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
 // The ragged product with a plan for tiles of 64, 128 or 256 rows; those of args.x are in the plan's order.
 cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,

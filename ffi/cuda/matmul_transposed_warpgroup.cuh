@@ -36,10 +36,12 @@
 
 #include "cuda/division.h"
 #include "cuda/element.cuh"
+#include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/ring.cuh"
 #include "cuda/tensor_map.h"
+#include "cuda/transposed_float32.cuh"
 #include "cuda/transposed_items.cuh"
 #include "cuda/transposed_register_weights.cuh"
 #include "cuda/transposed_shared_weights.cuh"
@@ -51,7 +53,6 @@ template <typename S>
 constexpr int kRunBytes = kWarps * S::kTiles * 32 * 16;  // sums of a CTA's block for eight tokens
 template <typename S>
 constexpr int kStoredTokens = std::min(S::kStagingTokens, S::kTokens / 2);  // by the copy engine at a time
-constexpr int kMostParts = 4;                                               // in which two CTAs exchange their sums
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (warp >= kWarps) {
     if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kProducerRegisters>();
     bool last_split;
+    if constexpr (S::kFloat32) ptx::wait_for_last_kernel();
     if constexpr (S::kInRegisters) {
       last_split = copy_stages(cta);
     } else {
@@ -109,7 +111,24 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const int thread = threadIdx.x % 128;
     uint8_t* const staging = shared + S::kStagingAt + warpgroup * S::kStagingBytes;
     const auto sync = [&] { asm volatile("bar.sync %0, 128;\n" ::"r"(1 + warpgroup) : "memory"); };
-    const bool bulk_stores = S::Source::kBulkStores && params.rows_of_16_bytes;
+    const bool wide = S::kFloat32 || params.wide_result;
+    const bool bulk_stores = !S::kFloat32 && S::Source::kBulkStores && params.rows_of_16_bytes;
+    // What undoes the powers of two of float32 dy's tokens, for each warpgroup, and of the scales of this warp's
+    // inputs.
+    [[maybe_unused]] float* const undo_dy =
+        reinterpret_cast<float*>(shared + S::kSourceAt) - (warpgroup + 1) * S::kTokens;
+    [[maybe_unused]] float undo_scale = 1.f;
+    if constexpr (S::kFloat32) ptx::wait_for_last_kernel();
+    const auto unscaled = [&](const Item& item, float sum, [[maybe_unused]] int token, [[maybe_unused]] int64_t k) {
+      if constexpr (S::kFloat32) {
+        // The smaller factor first, so that no product overflows that the result does not.
+        const float value = sum * fminf(undo_dy[token], undo_scale) * fmaxf(undo_dy[token], undo_scale);
+        // Where weights are two numbers, the smaller, which may be zero, makes a NaN of an infinity.
+        if (!S::kExact && !isfinite(value)) return exact_sum_transposed(args, item.weights, item.first + token, k);
+        return value;
+      }
+      return sum * S::kUnscale;
+    };
     RingPosition<kStages> at;
     float acc[S::kTiles * S::kParts][S::kColumns / 2];
     // Those of eight tokens.
@@ -127,8 +146,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const int token = first + 2 * t + i;
         if (token >= item.rows) continue;
         float* const to = static_cast<float*>(args.y) + source.row(item, token) * args.k + k;
-        if (k < args.k) to[0] = sums[i] * S::kUnscale;
-        if (k + 8 < args.k) to[8] = sums[2 + i] * S::kUnscale;
+        if (k < args.k) to[0] = unscaled(item, sums[i], token, k);
+        if (k + 8 < args.k) to[8] = unscaled(item, sums[2 + i], token, k + 8);
       }
     };
     // Two runs, rounded and in rows of 64 inputs.
@@ -172,7 +191,17 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
         continue;
       }
-      if constexpr (S::kInRegisters) {
+      if constexpr (S::kFloat32) {
+        const int64_t row = (args.x_batch_stride == 0 ? 0 : item.weights * args.m) + item.first;
+        const float of_token = params.float32.dy_undo[row + min(thread, item.rows - 1)];
+        const int64_t group =
+            min(first_group(params, item.k0) + group_of_fragment(params, warp), static_cast<int>(args.groups) - 1);
+        undo_scale = params.float32.scale_undo[item.weights * params.float32.batch_stride + group];
+        multiply_float32_stages(cta, item, at, acc);
+        sync();  // all have read those of the item before
+        if (thread < S::kTokens) undo_dy[thread] = of_token;
+        sync();
+      } else if constexpr (S::kInRegisters) {
         multiply_stages_in_registers(cta, item, at, acc);
       } else {
         multiply_stages(cta, item, at, acc);
@@ -200,7 +229,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       };
       if (!S::Source::kSplits || !item.split) {
-        if (params.wide_result) {
+        if (wide) {
           // Through shared memory that a thread has to itself, for one loop instead of a store for every register.
           constexpr int kRuns = S::kTokens / 8, kAtOnce = std::min(kRuns, S::kStagingBytes / (128 * 16));
           static_assert(kRuns % kAtOnce == 0);
@@ -222,21 +251,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               }
             }
           }
-          continue;
-        }
+        } else if constexpr (!S::kFloat32) {
 #pragma unroll
-        for (int first = 0; first < S::kTokens; first += S::kStagingTokens) {
-          if (first >= item.rows) break;
-          if (thread == 0) ptx::tensor_stores_wait();  // what was staged before has been read
-          sync();
+          for (int first = 0; first < S::kTokens; first += S::kStagingTokens) {
+            if (first >= item.rows) break;
+            if (thread == 0) ptx::tensor_stores_wait();  // what was staged before has been read
+            sync();
 #pragma unroll
-          for (int tile = 0; tile < S::kTiles; ++tile) {
+            for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll
-            for (int i = 0; i < S::kStagingTokens; i += 16) {
-              stage(tile, i, sums_of(tile, (first + i) / 8), sums_of(tile, (first + i) / 8 + 1));
+              for (int i = 0; i < S::kStagingTokens; i += 16) {
+                stage(tile, i, sums_of(tile, (first + i) / 8), sums_of(tile, (first + i) / 8 + 1));
+              }
             }
+            store(first, S::kStagingTokens);
           }
-          store(first, S::kStagingTokens);
         }
         continue;
       }
@@ -246,7 +275,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         // lie, to where stages were: a thread adds what the same threads of all ranks have.
         constexpr int kRuns = S::kTokens / 8, kHalf = kRuns / 2, kPart = std::min(kHalf, 4);
         static_assert(kHalf / kPart <= kMostParts && kHalf % kPart == 0 && kPart % 2 == 0);
-        const bool two = params.cluster == 2 && !params.wide_result;
+        const bool two = params.cluster == 2 && !wide;
         int rest;
         const int runs = (item.rows + 7) / 8;
         const int most = two ? kHalf : params.ranks.divide(runs + params.cluster - 1, &rest);
@@ -357,7 +386,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                   sums[i][0] += v.x, sums[i][1] += v.y, sums[i][2] += v.z, sums[i][3] += v.w;
                 }
               }
-              if (!params.wide_result) {
+              if (!wide) {
                 stage(tile, run * 8, sums[0], sums[1]);
                 continue;
               }
@@ -366,7 +395,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             }
           }
         }
-        if (!params.wide_result) store(first_row, mine * 8);
+        if (!wide) store(first_row, mine * 8);
       }
     }
     if (thread == 0) ptx::tensor_stores_wait();
@@ -422,6 +451,13 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
   dx.x = args.y;
   dx.x_batch_stride = args.m * args.k;
   CUtensorMap dy_map{}, dy_last{}, dx_map{};
+  if (S::kFloat32) {  // two numbers each
+    dy.x = args.scratch;
+    dy.x_dtype = DType::kF16;
+    params.pieces_apart = args.x_batch_stride == 0 ? 1 : static_cast<int>(args.batch);
+    dy.batch = S::kPieces * params.pieces_apart;
+    dy.x_batch_stride = args.m * args.n;
+  }
   cudaError_t error =
       describe_blocks(args.m, S::kTokens / config.partners, &dy_map, &dy_last,
                       [&](int tokens, CUtensorMap* map) { return describe_activations(dy, tokens, map); });
@@ -433,6 +469,7 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
   shape.cluster = config.cluster;
   shape.cluster_along_y = true;
   shape.shared_bytes = S::kSharedBytes;
+  shape.early = S::kFloat32;
   return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, dy_map, dy_last, dx_map);
 }
 

@@ -5,56 +5,21 @@
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.cuh"
+#include "cuda/split_row.cuh"
 
 namespace wonly::warpgroup {
 namespace {
 
-constexpr int kMostSplitThreads = 1024, kEach = 8;  // activations of a thread
+constexpr int kMostSplitThreads = 1024;
 
-// A CTA takes a token: its activations times the power of two that makes the largest finite one 2^kSplitTop or more,
-// as two fp16 numbers each, and in `powers` what undoes it. The numbers are exact to 2^-22 of an activation, or 2^-39
-// of that largest one. `vectors`: of kEach inputs, of a token.
+// A CTA takes a token. `vectors`: of kSplitEach inputs, of a token.
 __global__ void __launch_bounds__(kMostSplitThreads)
     split_activations(const float4* x, uint4* pieces, float* powers, int vectors) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   ptx::let_next_kernel_begin();
-  __shared__ uint32_t largest_of[32];
   const int64_t row = blockIdx.x, first = row * vectors;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint32_t largest = 0;  // bits of the magnitude
-  for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float4 four = x[2 * (first + i) + half];
-      for (const float value : {four.x, four.y, four.z, four.w}) {
-        const uint32_t magnitude = __float_as_uint(fabsf(value));
-        if (magnitude < 0x7f800000u) largest = max(largest, magnitude);
-      }
-    }
-  }
-  largest = __reduce_max_sync(0xffffffffu, largest);
-  if (lane == 0) largest_of[warp] = largest;
-  __syncthreads();
-  largest = __reduce_max_sync(0xffffffffu, lane < static_cast<int>(blockDim.x / 32) ? largest_of[lane] : 0u);
-  const uint32_t power = split_power(largest);
-  const float up = split_factor(power);
-  for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-    const float4 two[2] = {x[2 * (first + i)], x[2 * (first + i) + 1]};
-    uint32_t high[kEach / 2], low[kEach / 2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      for (int j = 0; j < 2; ++j) {
-        const float2 raised = {(j == 0 ? two[half].x : two[half].z) * up, (j == 0 ? two[half].y : two[half].w) * up};
-        float2 left = beyond_fp16(raised, &high[2 * half + j]);
-        if (!isfinite(raised.x)) left.x = 0.f;  // what is not finite is the first number's
-        if (!isfinite(raised.y)) left.y = 0.f;
-        low[2 * half + j] = from_float2<__half>(left.x, left.y);
-      }
-    }
-    pieces[first + i] = {high[0], high[1], high[2], high[3]};
-    pieces[first + i + static_cast<int64_t>(gridDim.x) * vectors] = {low[0], low[1], low[2], low[3]};
-  }
-  if (threadIdx.x == 0) powers[row] = __uint_as_float(power - (kSplitTop << 23));
+  split_row(x + 2 * first, pieces + first, pieces + first + static_cast<int64_t>(gridDim.x) * vectors, powers + row,
+            vectors);
 #else
   __trap();
 #endif
@@ -97,7 +62,7 @@ cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_
   params.log2_group_blocks = log2_group_blocks(args);
   const int64_t rows = split_rows(args);
   const int64_t x_batch = args.x_batch_stride == 0 ? 1 : args.batch;
-  const int vectors = static_cast<int>(args.k / kEach);
+  const int vectors = static_cast<int>(args.k / kSplitEach);
   for (int64_t first = 0; first < args.m; first += rows) {
     params.args.m = std::min(rows, args.m - first);
     params.args.x = static_cast<const float*>(args.x) + first * args.k;

@@ -13,6 +13,7 @@ constexpr int kWarps = kConsumers * 4;
 constexpr int kBarrierBytes = 1024;
 constexpr int kMostSharedBytes = 227 << 10;
 constexpr int kRunN = 64;        // outputs that are summed over at a time
+constexpr int kMostParts = 4;    // in which two CTAs exchange their sums
 constexpr int kRunOfTokens = 8;  // blocks of tokens that run beside each other with the same weights
 
 // What a cluster works on: a block for every CTA, or one for all of them, of which each has some stages.
@@ -23,6 +24,17 @@ struct Item {
   int begin, end;  // stages
   bool split;
 };
+
+// Of float32 dy (transposed_float32.cuh), in scratch: what undoes the powers of two of dy [batch, M] and of scales
+// [batch, groups], and, for a group, of every stage its outputs' scales as two fp16 numbers each and what is added to
+// codes, [batch, groups, stages, 3, 64]. One entry of scales stands for a batch that shares it.
+struct Float32Params {
+  const float *dy_undo, *scale_undo;
+  const uint16_t* parameters;
+  int64_t batch_stride;  // of a batch entry, in groups
+  int stages;
+};
+constexpr int kParameterRows = 3;
 
 template <typename Source>
 struct Params {
@@ -35,7 +47,19 @@ struct Params {
   bool simple;            // a weight is (code - integer) * scale with a scale of dy's type
   bool wide_result;       // float32
   bool rows_of_16_bytes;  // of a 16-bit result
+  int pieces_apart;       // entries of one of the numbers that float32 dy is
+  Float32Params float32;
 };
+
+// The first group of scales of a block, and of which of its groups the sixteen inputs of a warp are.
+template <typename Source>
+__device__ __forceinline__ int first_group(const Params<Source>& params, int k0) {
+  return params.log2_group_blocks < 0 ? 0 : k0 / 32 >> params.log2_group_blocks;
+}
+template <typename Source>
+__device__ __forceinline__ int group_of_fragment(const Params<Source>& params, int warp) {
+  return params.log2_group_blocks < 0 ? 0 : warp / 2 >> params.log2_group_blocks;
+}
 
 // Blocks of tokens that follow each other. The first `whole` items are a block for each partner; the rest are split.
 struct Consecutive {
@@ -112,17 +136,21 @@ struct Cta {
     constexpr int kRowBytes = kRunN * 2, kRuns = S::kOutputs / kRunN;
     uint8_t* const to = ring + slot * S::kStageBytes + S::kDyAt;
     const int rows = source.copied_rows(row, S::kTokens), all = params.partners == 1 ? S::kTokens : S::kTokens / 2;
-    ptx::barrier_expect(full + slot, kRuns * rows * kRowBytes);
+    ptx::barrier_expect(full + slot, S::kPieces * kRuns * rows * kRowBytes);
     const bool shared = params.partners == 2 && !split;
     for (int first = shared ? rank * all : 0; first < rows; first += all) {
       const CUtensorMap* const map = rows - first < all ? &dy_last : &dy_map;
 #pragma unroll
-      for (int run = 0; run < kRuns; ++run) {
-        uint8_t* const of_run = to + (run * S::kTokens + first) * kRowBytes;
-        if (shared) {
-          ptx::tensor_copy_3d_multicast(of_run, map, n + run * kRunN, row + first, batch, full + slot, 3);
-        } else {
-          ptx::tensor_copy_3d(of_run, map, n + run * kRunN, row + first, batch, full + slot);
+      for (int piece = 0; piece < S::kPieces; ++piece) {
+        const int of_piece = S::kPieces == 1 ? batch : piece * params.pieces_apart + batch;
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) {
+          uint8_t* const of_run = to + ((piece * kRuns + run) * S::kTokens + first) * kRowBytes;
+          if (shared) {
+            ptx::tensor_copy_3d_multicast(of_run, map, n + run * kRunN, row + first, of_piece, full + slot, 3);
+          } else {
+            ptx::tensor_copy_3d(of_run, map, n + run * kRunN, row + first, of_piece, full + slot);
+          }
         }
       }
       if (shared) break;

@@ -58,14 +58,14 @@ template <typename X_, int kBits_, int kTokens_>
 struct RegisterShape {
   using Source = Consecutive;
   using X = X_;
-  static constexpr bool kInRegisters = true, kMovesRegisters = true;
+  static constexpr bool kInRegisters = true, kMovesRegisters = true, kFloat32 = false;
   static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kBlockK = block_inputs(kTokens, true);
   static constexpr int kTiles = kBlockK / (kConsumers * 64);  // of 64 inputs, of a warpgroup
   static constexpr int kThreads = (kConsumers + 1) * 128;
-  static constexpr int kColumns = kTokens, kParts = 1;
+  static constexpr int kColumns = kTokens, kParts = 1, kPieces = 1;
   static constexpr int kOutputs = stage_outputs(kTokens, true), kRuns = kOutputs / kRunN;
   static constexpr int kDyAt = 0, kRunDyBytes = kTokens * kRunN * 2, kDyBytes = kRuns * kRunDyBytes;
   static constexpr int kPackedTiles = kBlockK / tile_k(kBits), kRunWeightBytes = kPackedTiles * kTileBytes;
@@ -85,6 +85,67 @@ struct RegisterShape {
   static_assert(kStages >= 3);
 };
 
+// A fragment is 16 inputs of an atom, and a warp has one of each of its warpgroup's tiles, which follow each other. Of
+// a lane's 16 bytes of an atom it needs kWords words, and where that is half of the codes of two words, they become
+// one.
+template <typename S>
+struct Fragments {
+  static constexpr int kOfVector = S::kBits == 4 ? 4 : 2;  // fragments that 16 bytes of a lane are
+  static constexpr bool kMerged = S::kTiles < kOfVector / 2;
+  static constexpr int kWords = std::max(2, 4 * S::kTiles / kOfVector), kMoved = kMerged ? 1 : kWords;
+  static constexpr int kPairs = 16 / S::kBits;  // of a word
+
+  int first;  // of the block
+  uint32_t selector;
+
+  __device__ explicit Fragments(int warp) : first(warp * S::kTiles), selector(first % 2 == 0 ? 0x6240u : 0x7351u) {}
+
+  // Where the words of this lane are in a stage, those of the first atom.
+  __device__ int words_at(int lane) const {
+    return S::kWeightsAt + first / kOfVector * kTileBytes + first % kOfVector * 4 / kOfVector / kWords * kWords * 4 +
+           lane * 16;
+  }
+  __device__ static void load(const uint8_t* from, uint32_t (&words)[kAtomsPerTile][kWords]) {
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+      const uint8_t* const of_atom = from + atom * kAtomWords * 4;
+      if constexpr (kWords == 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(of_atom);
+        words[atom][0] = four.x, words[atom][1] = four.y, words[atom][2] = four.z, words[atom][3] = four.w;
+      } else {
+        const uint2 two = *reinterpret_cast<const uint2*>(of_atom);
+        words[atom][0] = two.x, words[atom][1] = two.y;
+      }
+    }
+  }
+  // Pairs along the outputs instead of along the inputs.
+  __device__ void move(const uint32_t (&words)[kAtomsPerTile][kWords], uint32_t (&moved)[kAtomsPerTile][kMoved]) const {
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+#pragma unroll
+      for (int i = 0; i < kMoved; ++i) {
+        moved[atom][i] =
+            ptx::transpose_here(kMerged ? byte_permute(words[atom][0], words[atom][1], selector) : words[atom][i]);
+      }
+    }
+  }
+  // Pair i of a moved word is register half * 2 + i % 2 of a fragment: inputs 8 (i % 2) .. and outputs 8 half .. .
+  __device__ static constexpr int half_of(int word, int i) { return kMerged ? i / 2 : word % 2; }
+  __device__ static constexpr int tile_of(int word, int i) { return kMerged ? 0 : word / 2 * (kPairs / 2) + i / 2; }
+};
+
+// Eight outputs' numbers in a row of 16 bits each, for two atoms: those of a register of a fragment are in
+// to[atom * 2 + half]. `row`: that of the first output and lane / 8 * 16.
+__device__ __forceinline__ void load_row(uint32_t row, uint32_t (&to)[2 * kAtomsPerTile]) {
+#pragma unroll
+  for (int two = 0; two < kAtomsPerTile; two += 2) {
+    uint32_t of_two[4];
+    ptx::load_matrices(of_two, row + two * kAtomN * 2);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[two * 2 + i] = of_two[i];
+  }
+}
+
 // Fills the ring; whether the last item was split.
 template <typename S>
 __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
@@ -93,7 +154,9 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   // In 32 bits: the first copies wait for this.
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
   const int outputs = static_cast<int>(args.n), last_group = static_cast<int>(args.groups) - 1;
-  const bool two_rows = S::kTiles == 2 && params.log2_group_blocks == 2;  // of scales
+  const bool two_rows = S::kTiles == 2 && params.log2_group_blocks == 2;
+  int rows_of_scales = two_rows ? 2 : 1;
+  if (S::kFloat32 && params.log2_group_blocks >= 0) rows_of_scales = max(1, 4 >> params.log2_group_blocks);
   bool last_split = false;
   if (cta.warp == kWarps && cta.lane == 0) ptx::prefetch_map(&cta.dy_map);
   cta.wait_for_barriers();
@@ -116,7 +179,7 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
     const uint32_t next_run = k_tiles * kTileWords;
     const uint32_t* words = args.qw + item.weights * args.qw_batch_stride +
                             static_cast<uint64_t>(item.begin * S::kRuns) * next_run + first_tile * kTileWords;
-    const int group = params.log2_group_blocks < 0 ? 0 : item.k0 / 32 >> params.log2_group_blocks;
+    const int group = first_group(params, item.k0);
     const auto row_of = [&](int group) {
       return static_cast<const uint16_t*>(args.scales) + item.weights * args.scales_batch_stride +
              static_cast<uint64_t>(static_cast<uint32_t>(min(group, last_group))) * static_cast<uint32_t>(outputs);
@@ -128,11 +191,21 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
       uint64_t* const full = cta.full + at.slot;
       uint8_t* const to = cta.ring + at.slot * S::kStageBytes;
       const int n = stage * S::kOutputs, left = outputs - n, runs = S::kRuns == 1 || left <= kRunN ? 1 : 2;
-      ptx::barrier_expect(full, runs * weight_bytes + (two_rows ? 2 : 1) * S::kScaleBytes);
+      ptx::barrier_expect(full, runs * weight_bytes + rows_of_scales * S::kScaleBytes);
 #pragma unroll
       for (int run = 0; run < S::kRuns; ++run) {
         if (run >= runs || weight_bytes == 0) break;  // codes of any kind meet zeros of dy
         ptx::bulk_copy(to + S::kWeightsAt + run * S::kRunWeightBytes, words + run * next_run, weight_bytes, full);
+      }
+      if constexpr (S::kFloat32) {
+        const Float32Params& own = params.float32;
+        for (int row = 0; row < rows_of_scales; ++row) {
+          const int64_t at_group = item.weights * own.batch_stride + min(group + row, last_group);
+          ptx::bulk_copy(to + S::kScalesAt + row * S::kScaleBytes,
+                         own.parameters + (at_group * own.stages + stage) * (kParameterRows * S::kOutputs),
+                         S::kScaleBytes, full);
+        }
+        continue;
       }
       const auto copy_scales = [&](uint8_t* row, const uint16_t* from) {
         const int count = min(S::kOutputs, left);
@@ -157,27 +230,20 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
                                                              RingPosition<S::kStages>& at,
                                                              float (&acc)[S::kTiles][S::kTokens / 2]) {
   using C = PairConverter<typename S::X, S::kBits>;
-  // A fragment is 16 inputs, and a warp has one of each of its warpgroup's tiles, which follow each other. Of a lane's
-  // 16 bytes of an atom it needs kWords words, and where that is half of the codes of two words, they become one.
-  constexpr int kFragments = S::kBits == 4 ? 4 : 2;  // that 16 bytes of a lane are
-  constexpr bool kMerged = S::kTiles < kFragments / 2;
-  constexpr int kWords = std::max(2, 4 * S::kTiles / kFragments), kMoved = kMerged ? 1 : kWords;
-  constexpr int kPairs = 16 / S::kBits;       // of a word
-  const int fragment = cta.warp * S::kTiles;  // of the block
-  const int words_at = S::kWeightsAt + fragment / kFragments * kTileBytes +
-                       fragment % kFragments * 4 / kFragments / kWords * kWords * 4 + cta.lane * 16;
-  const uint32_t selector = fragment % 2 == 0 ? 0x6240u : 0x7351u;
+  using F = Fragments<S>;
+  const F fragments(cta.warp);
   const int scale_row = cta.params.log2_group_blocks == 2 ? cta.warp / 4 * (S::kTiles - 1) : 0;
   const int scales_at = S::kScalesAt + scale_row * S::kScaleBytes + cta.lane / 8 * 16;
 
   // In registers: the compiler would find them again for each stage.
   const bool here = ptx::arrives(cta.lane);
   const bool two = cta.params.partners == 2;
-  int own[5] = {words_at, scales_at, here, here && two, two && !item.split ? cta.rank ^ 1 : cta.rank};
+  int own[5] = {fragments.words_at(cta.lane), scales_at, here, here && two,
+                two && !item.split ? cta.rank ^ 1 : cta.rank};
   ptx::keep(own);
 
   // What the weights of a stage, which has landed, are products of.
-  uint32_t numbers[kAtomsPerTile][kMoved][kPairs], scales[2 * kAtomsPerTile];
+  uint32_t numbers[kAtomsPerTile][F::kMoved][F::kPairs], scales[2 * kAtomsPerTile];
   int stage_at = at.slot * S::kStageBytes;  // in the ring
   const auto advance = [&] {
     at.advance();
@@ -185,54 +251,28 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
   };
   const auto load = [&](int run) {
     const uint8_t* const from = cta.ring + stage_at;
-    uint32_t words[kAtomsPerTile][kWords];
-#pragma unroll
-    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-      const uint8_t* const of_atom = from + own[0] + run * S::kRunWeightBytes + atom * kAtomWords * 4;
-      if constexpr (kWords == 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(of_atom);
-        words[atom][0] = four.x, words[atom][1] = four.y, words[atom][2] = four.z, words[atom][3] = four.w;
-      } else {
-        const uint2 two = *reinterpret_cast<const uint2*>(of_atom);
-        words[atom][0] = two.x, words[atom][1] = two.y;
-      }
-    }
-#pragma unroll
-    for (int two = 0; two < kAtomsPerTile; two += 2) {
-      uint32_t of_two[4];
-      ptx::load_matrices(of_two, ptx::shared_address(from) + own[1] + (run * kRunN + two * kAtomN) * 2);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scales[two * 2 + i] = of_two[i];
-    }
-    uint32_t moved[kAtomsPerTile][kMoved];
+    uint32_t words[kAtomsPerTile][F::kWords], moved[kAtomsPerTile][F::kMoved];
+    F::load(from + own[0] + run * S::kRunWeightBytes, words);
+    load_row(ptx::shared_address(from) + own[1] + run * kRunN * 2, scales);
+    fragments.move(words, moved);
 #pragma unroll
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
 #pragma unroll
-      for (int i = 0; i < kMoved; ++i) {
-        moved[atom][i] =
-            ptx::transpose_here(kMerged ? byte_permute(words[atom][0], words[atom][1], selector) : words[atom][i]);
-      }
-    }
-#pragma unroll
-    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-#pragma unroll
-      for (int i = 0; i < kMoved; ++i) {
+      for (int i = 0; i < F::kMoved; ++i) {
         C::numbers(moved[atom][i], numbers[atom][i]);
         ptx::keep(numbers[atom][i]);  // made here, not where they are used
       }
     }
   };
-  // Register half * 2 + i of a fragment: inputs 8i .. and outputs 8 half .. .
   const auto scale = [&](uint32_t (&to)[kAtomsPerTile][S::kTiles][4]) {
 #pragma unroll
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
 #pragma unroll
-      for (int word = 0; word < kMoved; ++word) {
+      for (int word = 0; word < F::kMoved; ++word) {
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-          const int half = kMerged ? i / 2 : word % 2;
-          const int tile = kMerged ? 0 : word / 2 * (kPairs / 2) + i / 2;
-          to[atom][tile][half * 2 + i % 2] = C::times(numbers[atom][word][i], scales[atom * 2 + half]);
+        for (int i = 0; i < F::kPairs; ++i) {
+          const int half = F::half_of(word, i);
+          to[atom][F::tile_of(word, i)][half * 2 + i % 2] = C::times(numbers[atom][word][i], scales[atom * 2 + half]);
         }
       }
     }

@@ -23,7 +23,7 @@ template <typename Source_, typename X_, int kBits_, int kTokens_, int kGroups_>
 struct SharedShape {
   using Source = Source_;
   using X = X_;
-  static constexpr bool kInRegisters = false;
+  static constexpr bool kInRegisters = false, kFloat32 = false;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kGroups = kGroups_;  // rows of scales of a block: 1, or 4 where groups are of 32 or 64 inputs
@@ -34,7 +34,7 @@ struct SharedShape {
   static constexpr bool kMovesRegisters = kTokens == 256 || kProducers == 3;
   static constexpr int kConsumerRegisters = kTokens == 256 ? 160 : 120, kProducerRegisters = kTokens == 256 ? 96 : 80;
   static constexpr int kAhead = kTokens == 256 && kGroups == 4 ? 1 : 2;  // stages that a producer loads ahead
-  static constexpr int kColumns = kTokens == 256 ? 128 : kTokens, kParts = kTokens / kColumns;
+  static constexpr int kColumns = kTokens == 256 ? 128 : kTokens, kParts = kTokens / kColumns, kPieces = 1;
   static constexpr int kBlockK = 128, kTiles = 1, kOutputs = kRunN;
   static constexpr int kPackedTiles = kBlockK / tile_k(kBits);
   static constexpr int kDyAt = kWeightBytes, kDyBytes = kTokens * kRunN * 2;

@@ -149,7 +149,11 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
         if p.transpose:
             if _cuda_dispatch.rounds_transposed_scales(product):
                 scales = scales.astype(x.dtype)
-        elif scratch := _cuda_dispatch.scratch(product, x.shape[0]):
+            parameters = max(a.shape[0] for a in (scales, *shift))
+            scratch = _cuda_dispatch.transposed_scratch(product, x.shape[0], parameters)
+        else:
+            scratch = _cuda_dispatch.scratch(product, x.shape[0])
+        if scratch:
             results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
     return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)
 
@@ -171,15 +175,15 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
                 "accepted: None (which dequantizes them), or float16 and bfloat16 x."
             )
         return False
+    shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE
+    types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
+    product = _cuda_dispatch.Product(m, p.k, scales.shape[-1], qw.shape[0], p.bits, *types, groups=scales.shape[-2])
     if p.transpose:
-        return _cuda_dispatch.use_transposed_kernel(m, x.shape[2], x.dtype, forced=forced)
+        return _cuda_dispatch.use_transposed_kernel(product, forced=forced)
     if not _cuda_dispatch.has_kernels(x.dtype, forced=forced):
         return False
     if forced or not isinstance(m, int):
         return True
-    shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE
-    types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
-    product = _cuda_dispatch.Product(m, p.k, scales.shape[-1], qw.shape[0], p.bits, *types, groups=scales.shape[-2])
     return _cuda_dispatch.use_kernel(product)
 
 

@@ -10,6 +10,7 @@ import pytest
 from reference import DTYPES, MODES, UNITS, random_weight, random_x, rounding
 
 import jax_wonly as jw
+from jax_wonly import _abi
 
 pytestmark = pytest.mark.gpu
 
@@ -92,6 +93,53 @@ def test_many_tokens(rng, bits, mode, dtype):
         assert_transposed(transposed(dy, weight.qt, k), dy, weight)
 
 
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_tokens_of_float32(rng, bits, mode, scale_dtype):
+    """float32 cotangents as two fp16 numbers each: blocks of 64 and of 128 tokens, whose outputs one CTA sums, or two
+    to six share; less outputs than a stage, and inputs that end within a block; rows and scales that are zero."""
+    for group_size, m, k, n in [
+        (128, 17, 640, 1096),
+        (None, 64, 1000, 200),
+        (256, 100, 1024, 2056),
+        (128, 128, 384, 40),
+        (None, 150, 77, 520),
+        (128, 260, 2176, 328),
+        (256, 65, 2048, 2056),
+        (128, 33, 8448, 584),
+        (32, 70, 416, 264),
+        (64, 200, 192, 1096),
+    ]:
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
+        dy = np.asarray(random_x(rng, (m, n), "float32")).copy()
+        dy[m // 2] = 0
+        assert_transposed(transposed(jnp.asarray(dy), weight.qt, k), dy, weight)
+
+
+@pytest.mark.parametrize("power", [-90, -30, 30, 90])
+@pytest.mark.parametrize("m", [20, 200])
+def test_range_of_float32(rng, power, m):
+    """Cotangents, or scales, of any size: the same bits as those of ordinary size."""
+    weight = random_weight(rng, 384, 264, group_size=128, scale_dtype="float32")
+    dy = random_x(rng, (m, 264), "float32")
+    dx = np.asarray(transposed(dy, weight.qt, 384))
+    factor = np.float32(2.0**power)
+    scaled = dataclasses.replace(weight.qt, scales=weight.qt.scales * factor)
+    np.testing.assert_array_equal(np.asarray(transposed(dy, scaled, 384)), dx * factor)
+    np.testing.assert_array_equal(np.asarray(transposed(dy * factor, weight.qt, 384)), dx * factor)
+    np.testing.assert_array_equal(np.asarray(transposed(dy / factor, scaled, 384)), dx)
+
+
+def test_float32_some_rows_at_a_time(rng, monkeypatch):
+    """With scratch for 128 rows."""
+    scratch = _abi.transposed_float32_scratch
+    monkeypatch.setattr(_abi, "transposed_float32_scratch", lambda b, m, n, *rest: scratch(b, min(m, 200), n, *rest))
+    weight = random_weight(rng, 520, 392, bits=8, mode="integer_zeros", group_size=None)
+    dy = random_x(rng, (452, 392), "float32")
+    assert_transposed(transposed(dy, weight.qt, 520), dy, weight)
+
+
 @pytest.mark.parametrize("m", [20, 300])
 @pytest.mark.parametrize("power", [-80, 50, 110])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -116,20 +164,22 @@ def test_rows(rng, m, dtype, implementation):
 
 @pytest.mark.parametrize("m", [5, 140])
 @pytest.mark.parametrize("lead", [((3,), ()), ((), (3,)), ((3,), (3,))])
-def test_batches(rng, lead, m):
+@pytest.mark.parametrize(("dtype", "group_size"), [("bfloat16", 64), ("float32", 128)])
+def test_batches(rng, dtype, group_size, lead, m):
     """Shared and stacked weights under vmap, as one call."""
-    weight = random_weight(rng, 256, 136, group_size=64, mode="integer_zeros", lead=lead[0])
-    dy = random_x(rng, (*lead[1], m, 136), "bfloat16")
+    weight = random_weight(rng, 256, 136, group_size=group_size, mode="integer_zeros", lead=lead[0])
+    dy = random_x(rng, (*lead[1], m, 136), dtype)
     axes = (0 if lead[1] else None, 0 if lead[0] else None)
     dx = jax.vmap(partial(transposed, k=256), in_axes=axes)(dy, weight.qt)
     assert_transposed(dx, jnp.broadcast_to(dy, (3, m, 136)), weight)
 
 
-@pytest.mark.parametrize("m", [2, 200])
-def test_gradient_is_one_call(rng, m):
+@pytest.mark.parametrize("m", [2, 200, 600])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradient_is_one_call(rng, dtype, m):
     """jax.grad compiles to the kernel, with no dense weight beside it; JAX's own and explicit calls agree."""
     weight = random_weight(rng, 640, 384, group_size=128)
-    x, dy = random_x(rng, (m, 640), "bfloat16"), random_x(rng, (m, 384), "bfloat16")
+    x, dy = random_x(rng, (m, 640), dtype), random_x(rng, (m, 384), dtype)
 
     def dx(x, dy, qt):
         return jax.vjp(lambda x: jw.matmul(x, qt), x)[1](dy)[0]
@@ -163,10 +213,11 @@ def test_infinities_and_range(rng, mode, dtype, m):
 
 
 @pytest.mark.parametrize("m", [1, 16, 40, 200])
-def test_tokens_are_independent_and_repeat(rng, m):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_are_independent_and_repeat(rng, dtype, m):
     """The same bits on every run, and for a token alone or among others that the same kernel takes."""
     weight = random_weight(rng, 1024, 704, group_size=128)
-    dy = random_x(rng, (m, 704), "bfloat16")
+    dy = random_x(rng, (m, 704), dtype)
     dx = np.asarray(transposed(dy, weight.qt, 1024))
     few = {1: 1, 16: 9, 40: 33, 200: 130}[m]
     np.testing.assert_array_equal(np.asarray(transposed(dy[:few], weight.qt, 1024)), dx[:few])

@@ -1,0 +1,61 @@
+// A row of float32 numbers as two fp16 numbers each.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "cuda/element.cuh"
+#include "cuda/ptx.cuh"
+
+namespace wonly {
+
+// The largest finite magnitude of those that the threads of a CTA of whole warps have seen, as its bits, for all.
+__device__ __forceinline__ uint32_t largest_of_cta(uint32_t largest) {
+  __shared__ uint32_t largest_of[32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  largest = __reduce_max_sync(0xffffffffu, largest);
+  if (lane == 0) largest_of[warp] = largest;
+  __syncthreads();
+  return __reduce_max_sync(0xffffffffu, lane < static_cast<int>(blockDim.x / 32) ? largest_of[lane] : 0u);
+}
+// The larger of it and a number's.
+__device__ __forceinline__ uint32_t larger_finite(uint32_t largest, float value) {
+  const uint32_t magnitude = __float_as_uint(fabsf(value));
+  return magnitude < 0x7f800000u ? max(largest, magnitude) : largest;
+}
+
+constexpr int kSplitEach = 8;  // numbers that a thread takes at a time
+
+// By all threads of a CTA: the numbers times the power of two that makes the largest finite one 2^kSplitTop or more, as
+// two fp16 numbers each, and what undoes it. They are exact to 2^-22 of a number, or 2^-39 of that largest one.
+// `vectors`: of kSplitEach numbers.
+__device__ __forceinline__ void split_row(const float4* x, uint4* high, uint4* low, float* undo, int vectors) {
+  uint32_t largest = 0;
+  for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float4 four = x[2 * i + half];
+      for (const float value : {four.x, four.y, four.z, four.w}) largest = larger_finite(largest, value);
+    }
+  }
+  const uint32_t power = split_power(largest_of_cta(largest));
+  const float up = split_factor(power);
+  for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+    const float4 two[2] = {x[2 * i], x[2 * i + 1]};
+    uint32_t first[kSplitEach / 2], second[kSplitEach / 2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      for (int j = 0; j < 2; ++j) {
+        const float2 raised = {(j == 0 ? two[half].x : two[half].z) * up, (j == 0 ? two[half].y : two[half].w) * up};
+        float2 left = beyond_fp16(raised, &first[2 * half + j]);
+        if (!isfinite(raised.x)) left.x = 0.f;  // what is not finite is the first number's
+        if (!isfinite(raised.y)) left.y = 0.f;
+        second[2 * half + j] = from_float2<__half>(left.x, left.y);
+      }
+    }
+    high[i] = {first[0], first[1], first[2], first[3]};
+    low[i] = {second[0], second[1], second[2], second[3]};
+  }
+  if (threadIdx.x == 0) *undo = __uint_as_float(power - (kSplitTop << 23));
+}
+
+}  // namespace wonly

@@ -1,0 +1,162 @@
+// Products of matmul_transposed_warpgroup.cuh with float32 dy: symmetric codes or integer zeros.
+//
+// A kernel before (matmul_transposed_warpgroup_f32.cu) writes dy as two fp16 numbers each, in units of a power of two
+// of the token, and scales as two in units of one of their group. The code less its zero is an exact fp16 number, and
+// its product with a scale again two: the rounded one and what that lost. Of four bits and bf16 scales the rounded
+// product is exact. Both are register operands of wgmma, of which the larger is multiplied by both numbers of dy, and
+// the smaller by the larger of dy: a term is exact to 2^-21 of itself, or 2^-38 of the largest dy of its token times
+// the largest scale of its group. Tensor cores cut off what they add, so sums of a few stages are added up apart.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "cuda/element.cuh"
+#include "cuda/ring.cuh"
+#include "cuda/transposed_items.cuh"
+#include "cuda/transposed_register_weights.cuh"
+#include "cuda/wgmma.cuh"
+#include "dequant/convert.h"
+#include "layout.h"
+
+namespace wonly::transposed_warpgroup {
+
+// kExact: weights are exact fp16 numbers.
+template <int kBits_, int kTokens_, bool kExact_>
+struct Float32Shape {
+  using Source = Consecutive;
+  using X = __half;  // of the operands
+  static constexpr bool kInRegisters = true, kMovesRegisters = true, kFloat32 = true;
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kBits = kBits_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr bool kExact = kExact_;
+  static constexpr int kBlockK = 128, kTiles = 1;
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kColumns = kTokens, kParts = 1, kPieces = 2;
+  static constexpr int kOutputs = kRunN, kRuns = 1;
+  static constexpr int kDyAt = 0, kRunDyBytes = kTokens * kRunN * 2, kDyBytes = kPieces * kRunDyBytes;
+  static constexpr int kPackedTiles = kBlockK / tile_k(kBits), kRunWeightBytes = kPackedTiles * kTileBytes;
+  static constexpr int kWeightsAt = kDyBytes, kScalesAt = kWeightsAt + kRunWeightBytes;
+  // Of a group, of which there are up to four in a block: scales as two numbers, and what is added to codes.
+  static constexpr int kRowBytes = kOutputs * 2, kScaleBytes = kParameterRows * kRowBytes, kMostGroups = kBlockK / 32;
+  static constexpr int kStageBytes = (kScalesAt + kMostGroups * kScaleBytes + 1023) / 1024 * 1024;
+  static constexpr int kStagingTokens = 16;
+  static constexpr int kStagingBytes = kStagingTokens * kTiles * 128 * 2;  // of one warpgroup, in float32
+  static constexpr int kMostStages = 8;
+  static constexpr int kSourceAt = kMostSharedBytes - Source::kSharedBytes;
+  static constexpr int kUndoAt = kSourceAt - kConsumers * kTokens * 4;
+  static constexpr int kStagingAt = (kUndoAt - kConsumers * kStagingBytes) / 1024 * 1024;
+  static constexpr int kRingBytes = kStagingAt - kBarrierBytes;
+  static constexpr int kStages = std::min(kRingBytes / kStageBytes, kMostStages);
+  static constexpr int kSharedBytes = kMostSharedBytes;
+  static constexpr float kUnscale = 1.f;
+  static constexpr int kArrivals = 2;  // at a stage: who copies
+  static constexpr int kSummed = 4;    // stages whose sums the tensor cores add up
+  static_assert(kStages >= 3 && kSummed % 2 == 0);
+};
+
+// Adds the products of an item's stages up.
+template <typename S>
+__device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const Item& item,
+                                                        RingPosition<S::kStages>& at, float (&acc)[1][S::kTokens / 2]) {
+  using F = Fragments<S>;
+  constexpr int kNumbers = S::kExact ? 1 : 2;  // of a weight
+  const F fragments(cta.warp);
+  const bool here = ptx::arrives(cta.lane), two = cta.params.partners == 2;
+  int own[5] = {fragments.words_at(cta.lane),
+                S::kScalesAt + group_of_fragment(cta.params, cta.warp) * S::kScaleBytes + cta.lane / 8 * 16, here,
+                here && two, two && !item.split ? cta.rank ^ 1 : cta.rank};
+  ptx::keep(own);
+  const uint64_t first_dy = ptx::wgmma_descriptor(cta.ring + S::kDyAt);
+  const uint32_t high = first_dy >> 32, low = static_cast<uint32_t>(first_dy);
+  float part[S::kTokens / 2];
+  uint32_t weights[2][kNumbers][kAtomsPerTile][4];
+
+  // The weights of a stage, which has landed.
+  const auto load = [&](uint32_t (&to)[kNumbers][kAtomsPerTile][4]) {
+    const uint8_t* const from = cta.ring + at.slot * S::kStageBytes;
+    const uint32_t row = ptx::shared_address(from) + own[1];
+    uint32_t words[kAtomsPerTile][F::kWords], moved[kAtomsPerTile][F::kMoved];
+    uint32_t scales[kNumbers][2 * kAtomsPerTile], zeros[2 * kAtomsPerTile];
+    F::load(from + own[0], words);
+    load_row(row + 2 * S::kRowBytes, zeros);
+#pragma unroll
+    for (int number = 0; number < kNumbers; ++number) load_row(row + number * S::kRowBytes, scales[number]);
+    fragments.move(words, moved);
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+#pragma unroll
+      for (int word = 0; word < F::kMoved; ++word) {
+        uint32_t pairs[F::kPairs];
+        if constexpr (S::kBits == 4) {
+          uint4_above_1024(moved[atom][word], pairs);
+        } else {
+          uint8_above_1024(moved[atom][word], pairs);
+        }
+#pragma unroll
+        for (int i = 0; i < F::kPairs; ++i) {
+          constexpr uint32_t kOne = 0x3c003c00u, kSixteenth = 0x2c002c00u, k960 = 0x63806380u, kMinus = 0x80008000u;
+          const int half = F::half_of(word, i), to_register = half * 2 + i % 2, of = atom * 2 + half;
+          // Odd pairs of four bits are under 1024 sixteen times.
+          const uint32_t code = S::kBits == 4 && i % 2 == 1
+                                    ? fma_f16x2(pairs[i], kSixteenth, fma_f16x2(zeros[of], kOne, k960))
+                                    : fma_f16x2(pairs[i], kOne, zeros[of]);
+          const uint32_t weight = fma_f16x2(code, scales[0][of], kMinus);
+          to[0][atom][to_register] = weight;
+          if constexpr (!S::kExact) {
+            to[1][atom][to_register] = fma_f16x2(code, scales[1][of], fma_f16x2(code, scales[0][of], weight ^ kMinus));
+          }
+        }
+      }
+    }
+  };
+  const auto multiply = [&](const uint32_t (&with)[kNumbers][kAtomsPerTile][4], bool first) {
+    const uint64_t dy = static_cast<uint64_t>(high) << 32 | (low + (at.slot * S::kStageBytes >> 4));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+      const auto add = [&](int number, int piece, bool accumulate) {
+        ptx::Wgmma<S::kTokens>::f16(part, with[number][atom], dy + (piece * S::kRunDyBytes + atom * 32 >> 4),
+                                    accumulate);
+      };
+      add(0, 0, !first || atom > 0);
+      add(0, 1, true);
+      if constexpr (!S::kExact) add(1, 0, true);
+    }
+    ptx::wgmma_commit();
+  };
+  const auto release = [&](int slot) {
+    __syncwarp();
+    ptx::barrier_arrive_twice(cta.empty + slot, own[2] != 0, own[3] != 0, own[4]);
+  };
+
+#pragma unroll
+  for (float& sum : acc[0]) sum = 0.f;
+  const auto wait_full = [&] { ptx::barrier_wait(cta.full + at.slot, at.phase); };
+  int left = item.end - item.begin;
+  wait_full();
+  load(weights[0]);
+  do {
+    int last = 0;
+#pragma unroll
+    for (int turn = 0; turn < S::kSummed; ++turn) {
+      multiply(weights[turn % 2], turn == 0);
+      ptx::wgmma_wait<1>();
+      if (turn > 0) release(last);
+      last = at.slot;
+      at.advance();
+      if (--left == 0) break;
+      wait_full();
+      load(weights[1 - turn % 2]);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::keep(part);
+    release(last);
+#pragma unroll
+    for (int i = 0; i < S::kTokens / 2; ++i) acc[0][i] += part[i];
+  } while (left > 0);
+}
+
+}  // namespace wonly::transposed_warpgroup
