@@ -21,11 +21,13 @@ from jax_wonly.progress import progress
 RESULTS = Path(__file__).parent / "results" / "h100-gradients.json"
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # K x N
 TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-IDENTITY = ("dtype", "bits", "group_size", "zeros", "k", "n", "m")
+IDENTITY = ("dtype", "scales", "bits", "group_size", "zeros", "k", "n", "m")
 
 
-def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
-    return {"k": k, "n": n, "m": m, "dtype": dtype, "bits": bits, "group_size": group_size, "mode": mode}
+def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric", scales=None):
+    scales = scales or ("bfloat16" if dtype == "float32" else dtype)
+    scheme = {"dtype": dtype, "scales": scales, "bits": bits, "group_size": group_size, "mode": mode}
+    return {"k": k, "n": n, "m": m} | scheme
 
 
 SUITES = {
@@ -43,11 +45,18 @@ SUITES = {
         )
     ]
     + [case(8192, 8192, m, dtype="float32") for m in (1, 16, 256)],
-    "float32": [case(k, n, m, dtype="float32") for k, n in SHAPES for m in (8, 16, 17, 64, 128, 256, 512, 1024, 4096)]
+    "float32": [case(k, n, m, dtype="float32") for k, n in SHAPES for m in (8, 16, 33, 64, 128, 256, 512, 1024, 4096)]
     + [
         case(8192, 8192, m, dtype="float32", **scheme)
         for m in (64, 1024)
-        for scheme in ({"mode": "integer_zeros"}, {"group_size": None}, {"bits": 8}, {"mode": "offsets"}, {"group_size": 32})
+        for scheme in (
+            {"scales": "float32"},
+            {"mode": "integer_zeros"},
+            {"mode": "offsets"},
+            {"group_size": 32},
+            {"group_size": None},
+            {"bits": 8},
+        )
     ],
 }
 
@@ -74,7 +83,7 @@ def measure(options, rounds, calls, cache):
                 bits=options["bits"],
                 group_size=options["group_size"],
                 mode=options["mode"],
-                scale_dtype=jnp.bfloat16 if dtype == jnp.float32 else dtype,
+                scale_dtype=jnp.dtype(options["scales"]),
             )
         )
         count = copies_of(quantize(dense_weights[0]).nbytes)
@@ -90,6 +99,7 @@ def measure(options, rounds, calls, cache):
     moved = quantized[0].nbytes + (m * k + m * n) * dtype.itemsize
     return {
         "dtype": dtype.name,
+        "scales": options["scales"],
         "bits": options["bits"],
         "group_size": options["group_size"] or k,
         "zeros": options["mode"],

@@ -91,9 +91,9 @@ def split_scratch(x_batch: int, m: int, k: int, batch: int) -> int:
 
 
 def transposed_float32_scratch(dy_batch: int, m: int, n: int, batch: int, parameter_batch: int, groups: int) -> int:
-    """Words of scratch for the product of float32 ``[dy_batch, m, n]`` with transposed weights on CUDA: rows as two fp16
-    numbers each and a power of two, and of groups three 16-bit numbers for each of whole stages of 64 outputs, and a
-    power of two.
+    """Words of scratch for the product of float32 ``[dy_batch, m, n]`` with transposed weights on CUDA: rows as two
+    fp16 numbers each and a power of two, and of groups three 16-bit numbers for each of whole stages of 64 outputs, and
+    a power of two.
 
     Rows of one weight are taken some at a time, as many as 96 MiB hold, but 512 at least. As
     ``transposed_warpgroup::float32_rows`` in ``ffi/cuda/matmul_transposed.cu``.
