@@ -10,7 +10,7 @@
 namespace wonly::transposed_warpgroup {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kMostThreads = 1024;
 
 // In the order of scratch (float32_rows in matmul_transposed.cu).
 struct Prepared {
@@ -19,8 +19,32 @@ struct Prepared {
   float *dy_undo, *scale_undo;
 };
 
+// A group's scales, and zeros if there are any, as Float32Params says; what undoes the scales' power of two.
+template <typename Scale>
+__device__ __forceinline__ void prepare_group(const Scale* scales, const uint8_t* zeros, int n, float bias,
+                                              uint16_t* rows, float* undo) {
+  uint32_t largest = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < n; i += blockDim.x) largest = larger_finite(largest, to_float(scales[i]));
+  const uint32_t power = split_power(largest_of_cta(largest));
+  if (threadIdx.x == 0) *undo = __uint_as_float(power);
+  const float up = split_factor(power) * (0.5f / (1 << kSplitTop));
+#pragma unroll 4
+  for (int i = threadIdx.x; i < (n + kRunN - 1) / kRunN * kRunN; i += blockDim.x) {
+    const bool there = i < n;
+    const float scale = there ? to_float(scales[i]) * up : 0.f;
+    const float zero = there && zeros != nullptr ? static_cast<float>(zeros[i]) : bias;
+    const __half high = __float2half_rn(scale);
+    const float rest = isfinite(scale) ? scale - __half2float(high) : 0.f;
+    uint16_t* const at = rows + i / kRunN * (kParameterRows * kRunN) + i % kRunN;
+    at[0] = __half_as_ushort(high);
+    at[kRunN] = __half_as_ushort(__float2half_rn(rest));
+    at[2 * kRunN] = __half_as_ushort(__float2half_rn(-1024.f - zero));
+  }
+}
+
 // A CTA takes a token of dy, or a group of scales.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMostThreads)
     prepare(const __grid_constant__ MatmulArgs args, const __grid_constant__ Prepared to, int64_t tokens) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   ptx::let_next_kernel_begin();
@@ -36,29 +60,21 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const int64_t group = row - tokens, entry = group / args.groups, of_entry = group % args.groups * n;
-  const int64_t scales_at = entry * args.scales_batch_stride + of_entry;
-  const int64_t zeros_at = entry * args.shift_batch_stride + of_entry;
-  uint32_t largest = 0;
-  for (int i = threadIdx.x; i < n; i += kThreads) {
-    largest = larger_finite(largest, load_element(args.scales, scales_at + i, args.scale_dtype));
-  }
-  const uint32_t power = split_power(largest_of_cta(largest));
-  if (threadIdx.x == 0) to.scale_undo[group] = __uint_as_float(power);
-  const float up = split_factor(power) * (0.5f / (1 << kSplitTop)), bias = static_cast<float>(bias_of(args.bits));
-  const int stages = (n + kRunN - 1) / kRunN;
-  uint16_t* const rows = to.parameters + group * stages * (kParameterRows * kRunN);
-  for (int i = threadIdx.x; i < stages * kRunN; i += kThreads) {
-    const bool there = i < n;
-    const float scale = there ? load_element(args.scales, scales_at + i, args.scale_dtype) * up : 0.f;
-    const float zero = args.shift_mode == ShiftMode::kNone || !there
-                           ? bias
-                           : static_cast<float>(static_cast<const uint8_t*>(args.shift)[zeros_at + i]);
-    const __half high = __float2half_rn(scale);
-    const float rest = isfinite(scale) ? scale - __half2float(high) : 0.f;
-    uint16_t* const at = rows + i / kRunN * (kParameterRows * kRunN) + i % kRunN;
-    at[0] = __half_as_ushort(high);
-    at[kRunN] = __half_as_ushort(__float2half_rn(rest));
-    at[2 * kRunN] = __half_as_ushort(__float2half_rn(-1024.f - zero));
+  const int64_t at = entry * args.scales_batch_stride + of_entry;
+  const uint8_t* const zeros = args.shift_mode == ShiftMode::kNone ? nullptr
+                                                                   : static_cast<const uint8_t*>(args.shift) +
+                                                                         entry * args.shift_batch_stride + of_entry;
+  const auto of_type = [&](auto type) {
+    prepare_group(static_cast<const decltype(type)*>(args.scales) + at, zeros, n,
+                  static_cast<float>(bias_of(args.bits)),
+                  to.parameters + group * ((n + kRunN - 1) / kRunN) * (kParameterRows * kRunN), to.scale_undo + group);
+  };
+  if (args.scale_dtype == DType::kF32) {
+    of_type(float{});
+  } else if (args.scale_dtype == DType::kF16) {
+    of_type(__half{});
+  } else {
+    of_type(__nv_bfloat16{});
   }
 #else
   __trap();
@@ -77,7 +93,7 @@ cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_
   to.scale_undo = to.dy_undo + tokens;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(tokens + groups));
-  shape.threads = kThreads;
+  shape.threads = std::clamp(static_cast<int>(args.n / kSplitEach + 31) / 32 * 32, 128, kMostThreads);
   if (cudaError_t error = launch_kernel(prepare, shape, stream, args, to, tokens); error != cudaSuccess) return error;
   Params<Consecutive> params = make_params<Consecutive>(args);
   params.float32 = {to.dy_undo, to.scale_undo, to.parameters, parameter_batch(args) == 1 ? 0 : args.groups,

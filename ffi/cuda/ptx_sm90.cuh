@@ -198,13 +198,6 @@ __device__ __forceinline__ void tensor_stores_wait() {
   asm volatile("cp.async.bulk.wait_group.read 0;\n" ::: "memory");
 }
 
-// Pairs of fp16 numbers; of a number and a NaN the number.
-__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
-  uint32_t greater;
-  asm("max.f16x2 %0, %1, %2;\n" : "=r"(greater) : "r"(a), "r"(b));
-  return greater;
-}
-
 // What the kernel before has written may be read from here on, where this one was launched early.
 __device__ __forceinline__ void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;\n" ::: "memory"); }
 // The next kernel may begin once all CTAs have come here; LaunchShape::early.

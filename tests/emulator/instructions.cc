@@ -1023,8 +1023,6 @@ void add_floats(std::map<std::string, Opcode>& all) {
     }
   };
   add_pairs(Half{}, "f16x2");
-  constexpr auto greater = [](uint16_t a, uint16_t b) { return Half::narrow(std::fmax(Half::wide(a), Half::wide(b))); };
-  all["max.f16x2"] = arithmetic<uint32_t, uint32_t, uint32_t>(Pairs<Half, decltype(greater)>{});
   add_pairs(Bf16{}, "bf16x2");
 }
 
