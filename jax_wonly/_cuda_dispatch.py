@@ -528,7 +528,7 @@ def conv_dense(pixels: int, k: int, n: int, taps: int, bits: int) -> float:
 
 def transposed_kernel(p: Product) -> str:
     """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``p.m`` rows."""
-    few = TRANSPOSED.stream_tokens_float32 if p.split else TRANSPOSED.stream_tokens
+    few = TRANSPOSED.stream_tokens_float32 if p.split and not p.small_groups else TRANSPOSED.stream_tokens
     takes = p.n % 8 == 0
     if p.split:
         takes = takes and isinstance(p.m, int) and not p.floats
