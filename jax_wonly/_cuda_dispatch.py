@@ -529,11 +529,11 @@ def conv_dense(pixels: int, k: int, n: int, taps: int, bits: int) -> float:
 def transposed_kernel(p: Product) -> str:
     """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``p.m`` rows."""
     few = TRANSPOSED.stream_tokens_float32 if p.split and not p.small_groups else TRANSPOSED.stream_tokens
-    takes = p.n % 8 == 0
-    if p.split:
-        takes = takes and isinstance(p.m, int) and not p.floats
+    takes = p.n % 8 == 0 and (not isinstance(p.m, int) or p.m > few)
+    if p.split:  # in scratch, of a known size
+        takes = takes and isinstance(p.m * p.batch, int) and not p.floats
         takes = takes and (p.batch == 1 or p.batch * p.m * p.n <= _MOST_SPLIT)
-    if has_warpgroups() and takes and (not isinstance(p.m, int) or p.m > few):
+    if has_warpgroups() and takes:
         return "matmul_transposed_warpgroup"
     return "matmul_transposed_stream"
 

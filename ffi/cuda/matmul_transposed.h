@@ -83,7 +83,7 @@ constexpr int most_register_tokens(int bits) { return bits == 4 ? 256 : 128; }
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
-// Blocks of 64 or 128 tokens, without partners.
+// Blocks of 64 or 128 tokens, whose numbers have room in scratch.
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
 // The ragged product with a plan for tiles of 64, 128 or 256 rows; those of args.x are in the plan's order.

@@ -53,6 +53,7 @@ template <typename S>
 constexpr int kRunBytes = kWarps * S::kTiles * 32 * 16;  // sums of a CTA's block for eight tokens
 template <typename S>
 constexpr int kStoredTokens = std::min(S::kStagingTokens, S::kTokens / 2);  // by the copy engine at a time
+constexpr int kMostParts = 4;                                               // in which two CTAs exchange their sums
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)

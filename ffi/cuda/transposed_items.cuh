@@ -13,7 +13,6 @@ constexpr int kWarps = kConsumers * 4;
 constexpr int kBarrierBytes = 1024;
 constexpr int kMostSharedBytes = 227 << 10;
 constexpr int kRunN = 64;        // outputs that are summed over at a time
-constexpr int kMostParts = 4;    // in which two CTAs exchange their sums
 constexpr int kRunOfTokens = 8;  // blocks of tokens that run beside each other with the same weights
 
 // What a cluster works on: a block for every CTA, or one for all of them, of which each has some stages.

@@ -143,9 +143,7 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     if platform == "cuda" and all(isinstance(s, int) for s in shape):
         from jax_wonly import _cuda_dispatch
 
-        types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
-        sizes = (x.shape[1], p.k, scales.shape[-1], shape[0])
-        product = _cuda_dispatch.Product(*sizes, p.bits, *types, groups=scales.shape[-2])
+        product = _product(x, scales, shift, shift_mode, shape[0], p)
         if p.transpose:
             if _cuda_dispatch.rounds_transposed_scales(product):
                 scales = scales.astype(x.dtype)
@@ -156,6 +154,15 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
         if scratch:
             results.append(jax.ShapeDtypeStruct((scratch,), jnp.int32))
     return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)
+
+
+def _product(x, scales, shift, shift_mode: ShiftMode, batch: int, p: Params):
+    """What the choice of a CUDA kernel depends on."""
+    from jax_wonly import _cuda_dispatch
+
+    types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
+    sizes = (x.shape[1], p.k, scales.shape[-1], batch)
+    return _cuda_dispatch.Product(*sizes, p.bits, *types, groups=scales.shape[-2])
 
 
 def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
@@ -175,16 +182,15 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
                 "accepted: None (which dequantizes them), or float16 and bfloat16 x."
             )
         return False
-    shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE
-    types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
-    product = _cuda_dispatch.Product(m, p.k, scales.shape[-1], qw.shape[0], p.bits, *types, groups=scales.shape[-2])
     if p.transpose:
-        return _cuda_dispatch.use_transposed_kernel(product, forced=forced)
+        batch, *_ = _result_shape(x, qw, scales, *shift, p=p)
+        return _cuda_dispatch.use_transposed_kernel(_product(x, scales, shift, p.shift_mode, batch, p), forced=forced)
     if not _cuda_dispatch.has_kernels(x.dtype, forced=forced):
         return False
     if forced or not isinstance(m, int):
         return True
-    return _cuda_dispatch.use_kernel(product)
+    shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE
+    return _cuda_dispatch.use_kernel(_product(x, scales, shift, shift_mode, qw.shape[0], p))
 
 
 def _is_zero(size) -> bool:
