@@ -63,7 +63,7 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             return
         if split:
             numbers = costs.warpgroups_of(file["split_warpgroup"])
-            for config, us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
+            for (*config, _), us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
                 yield ("warpgroup", *config), us
             numbers = costs.resident_of(file, "split_resident")
             if bits == 4 and m <= numbers.tokens // 2 and not scheme.floats:
@@ -72,7 +72,8 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             return
         table = mode == "table"
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
-        for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, MULTIPROCESSORS, tiles):
+        wide = bits == 4 and mode in ("symmetric", "offsets")
+        for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, MULTIPROCESSORS, tiles, wide):
             yield ("tiled", tokens, splits), us
         if not table:
             resident = costs.resident_of(file, "resident")
@@ -80,8 +81,9 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
                 for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, resident):
                     yield ("resident", *config), us
             numbers = costs.warpgroups_of(file["warpgroup"])
-            for config, us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
-                yield ("warpgroup", *config), us
+            for (*config, teams), us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
+                if teams == 1:  # others are not recorded
+                    yield ("warpgroup", *config), us
 
     return of
 
@@ -109,6 +111,7 @@ def numbers_of(value, at=()) -> Iterator[tuple]:
     for key, inner in items:
         fixed = (
             "stream" in at
+            or key == "team"  # no record has such
             or ("clusters" in at and key == 2)
             or (key == "start" and at in (("tiled", "costs"), ("table",)))
         )

@@ -68,14 +68,22 @@ class RowMode(IntEnum):
 
 
 def matmul_scratch(batch: int, m: int, n: int, least_tile: int) -> int:
-    """Words of scratch with which a product of many tokens runs fastest on CUDA: the float32 sums of shared tiles.
+    """Words of scratch with which a product of many tokens runs fastest on CUDA: the float32 sums of shared tiles, and
+    words that say whether they are there.
 
     As ``tiled::scratch_bytes`` in ``ffi/cuda/matmul_tiled.h`` for all tiles that clusters may share, at most 21 MB.
     ``least_tile``: tokens of the lowest; sums are kept for whole 64.
     """
     tiles = batch * -(-m // least_tile) * -(-n // 256)
     rows = 256 if m > least_tile else -(-least_tile // 64) * 64
-    return 1024 + min(7 * tiles, 80) * 256 * rows
+    return 2048 + min(7 * tiles, 80) * 256 * rows
+
+
+def team_scratch(tiles: int, cluster: int, tokens: int) -> int:
+    """Words of scratch in which two teams of clusters meet that share the inputs of tiles of ``tokens`` tokens and 128
+    outputs: as ``warpgroup::team_bytes`` in ``ffi/cuda/matmul_warpgroup.h``.
+    """
+    return tiles * cluster * 2 * (64 * (-(-(tokens // 2) // 16) * 16) + 2)
 
 
 def split_scratch(x_batch: int, m: int, k: int, batch: int) -> int:
@@ -111,12 +119,13 @@ def mma_scratch(batch: int, m: int, n: int, ctas: int) -> int:
 
 
 def conv_scratch(pixels: int, n: int) -> int:
-    """Words of scratch with which a convolution runs fastest on CUDA: counters, and the float32 sums of shared tiles.
+    """Words of scratch with which a convolution runs fastest on CUDA: the float32 sums of shared tiles, and words that
+    say whether they are there.
 
     As ``conv::launch`` asks for: no more than all multiprocessors' sums, nor than 15 shares of the result.
     """
     rows, outputs = -(-pixels // 256) * 256, -(-n // 256) * 256
-    return 1024 + min(15 * rows * outputs, 132 * 256 * 256)
+    return 2048 + min(15 * rows * outputs, 132 * 256 * 256)
 
 
 def ragged_scratch(rows, experts: int, ordered: int = 0):

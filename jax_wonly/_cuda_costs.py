@@ -61,7 +61,8 @@ class Cluster(NamedTuple):
 class Tiles(NamedTuple):
     """Products in tiles: ``tiled::Costs`` in ``ffi/cuda/matmul_tiled.h``."""
 
-    stages: tuple[tuple[int, int, float], ...]  # CTAs of a cluster, tokens of its tile, and what 64 inputs take
+    # CTAs of a cluster, outputs of each, tokens of its tile, and what 64 inputs take.
+    stages: tuple[tuple[int, int, int, float], ...]
     start: float
     wave: float
     alone: float
@@ -186,7 +187,7 @@ def path(architecture: int) -> Path:
 
 
 def tiles_of(values: dict[str, Any]) -> Tiles:
-    stages = tuple((ctas, tokens, us) for ctas, tokens, us in values["stages"])
+    stages = tuple((ctas, outputs, tokens, us) for ctas, outputs, tokens, us in values["stages"])
     fields: dict[str, Any] = values | {"stages": stages}
     return Tiles(**fields)
 
@@ -206,6 +207,7 @@ class WarpgroupCosts(NamedTuple):
     memory: float  # bytes of weights per microsecond
     alone_ctas: int  # of a cluster at most where two CTAs do not share a multiprocessor
     one_pass: int  # tokens below which a shape is for no more tokens than it has
+    team: float  # what two teams of clusters take to meet; 0: there are none
 
 
 def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
@@ -227,12 +229,13 @@ MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
 MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream
 SHARED_BYTES = 227 << 10  # of a CTA on an H100
+TEAM_TOKENS = 64  # of a tile of matmul_warpgroup whose inputs two clusters may share, at least
 
 
 def warpgroup_times(
     m: int, k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: WarpgroupCosts
-) -> Iterator[tuple[tuple[int, int, int], float]]:
-    """Of every configuration, (tokens, warpgroups, cluster)."""
+) -> Iterator[tuple[tuple[int, int, int, int], float]]:
+    """Of every configuration, (tokens, warpgroups, cluster, teams)."""
     stages, reading, ends = -(-k // 128), batch * n * k * scheme.bits / 8 / costs.memory, scheme.ends
     choices = [
         (shape, (ends - 1) * shape.group + ends * shape.sum * scheme.floats)
@@ -261,22 +264,30 @@ def warpgroup_times(
             shares = shape.shared_stage > 0 and ctas > multiprocessors
             waves = -(-ctas // (2 * places if shares else places))
             stage = shape.shared_stage + 2 * more if shares else shape.stage + more
-            us = max(waves * stages / cluster.ctas * stage, reading) + waves * (shape.start + cluster.start)
-            yield (shape.tokens, shape.warpgroups, cluster.ctas), us
+            walking, start = waves * stages / cluster.ctas * stage, shape.start + cluster.start
+            yield (shape.tokens, shape.warpgroups, cluster.ctas, 1), max(walking, reading) + waves * start
+            of_teams = shape.tokens >= TEAM_TOKENS and shape.warpgroups == 2 and scheme.alike and not scheme.split
+            if costs.team and of_teams and ends == 1 and cluster.ctas > 1 and batch == 1 and 2 * ctas <= places:
+                us = max(0.5 * walking, reading) + start + costs.team
+                yield (shape.tokens, shape.warpgroups, cluster.ctas, 2), us
 
 
 def tiled_times(
-    m: int, n: int, stages: int, batch: int, multiprocessors: int, costs: Tiles
+    m: int, n: int, stages: int, batch: int, multiprocessors: int, costs: Tiles, wide: bool = False
 ) -> Iterator[tuple[tuple[int, int, int], float]]:
-    """Of every configuration, (tokens, splits, CTAs of a cluster), of a product of ``stages`` times 64 inputs."""
-    for ctas, tokens, stage in costs.stages:
+    """Of every configuration, (tokens, splits, CTAs of a cluster), of a product of ``stages`` times 64 inputs; if
+    ``wide``, of CTAs with 256 outputs too, which are of other numbers of tokens.
+    """
+    for ctas, outputs, tokens, stage in costs.stages:
+        if outputs > 128 and not wide:
+            continue
         clusters = multiprocessors // ctas
-        waves, rest = divmod(batch * -(-m // tokens) * -(-n // (128 * ctas)), clusters)
+        waves, rest = divmod(batch * -(-m // tokens) * -(-n // (outputs * ctas)), clusters)
         wave = stages * stage + costs.wave
         yield (tokens, 1, ctas), costs.start + waves * wave + (wave if rest else 0)
         most = min(costs.most_splits, stages // costs.least_stages, clusters // rest) if rest else 1
         for splits in range(2, most + 1):
-            sums = tokens / 256 * (costs.sums + costs.more * (splits - 2))
+            sums = tokens * outputs / (256 * 128) * (costs.sums + costs.more * (splits - 2))
             last = (wave - costs.alone) / splits + costs.alone + costs.split + sums
             yield (tokens, splits, ctas), costs.start + waves * wave + last
 

@@ -19,6 +19,10 @@ from jax_wonly._format import TILE_N
 _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
+_SHIFT_APART = (
+    12.0  # microseconds of the kernels for float zeros and offsets of float32 activations, besides their work
+)
+_APART_ROWS = 64  # up to which streaming float32 cotangents takes less than that
 _TILE_OUTPUTS = 256  # of the tiled kernel
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
@@ -52,7 +56,9 @@ _WARPGROUPS, _SPLIT_WARPGROUPS, _CONV_WARPGROUPS = (
 )
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = SM90["tiled"]["tokens"], SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (SM90["tiled"]["costs"], SM90["table"], SM90["conv"]))
-_LEAST_TILE = min(tokens for costs in (_TILED, _TABLE_TILED) for _, tokens, _ in costs.stages)
+_LEAST_TILE = min(
+    tokens for costs in (_TILED, _TABLE_TILED) for _, outputs, tokens, _ in costs.stages if outputs == 128
+)
 _REGISTER_TOKENS_OF_EIGHT_BITS = 128  # transposed_warpgroup::most_register_tokens
 TRANSPOSED = _cuda_costs.Transposed(**SM90["transposed"])
 _BAND_CONV = _cuda_costs.BandConv(**SM90["band_conv"])
@@ -164,6 +170,9 @@ class Product(NamedTuple):
         """Zeros or offsets that are no bytes."""
         return self.shift_mode != ShiftMode.NONE and self.shift_dtype != jnp.uint8
 
+    def without_shift(self) -> "Product":
+        return self._replace(shift_mode=ShiftMode.NONE, shift_dtype=None)
+
     @property
     def plain(self) -> bool:
         """As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``."""
@@ -186,7 +195,12 @@ def scratch(p: Product, x_batch: int) -> int:
     if p.split:  # for their pieces
         return _abi.split_scratch(x_batch, p.m, p.k, p.batch) if kernel(p) == "matmul_warpgroup" else 0
     if tiled_kernel(p):
-        return _abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE) if p.m >= _least_tiled_tokens(p) else 0
+        if p.m >= _least_tiled_tokens(p):
+            return _abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE)
+        if p.m > STREAM_TOKENS and warpgroup_kernel(p):
+            (tokens, _, cluster, teams), _ = min(_warpgroup_times(p), key=lambda pair: pair[1])
+            return _abi.team_scratch(-(-p.m // tokens) * -(-p.n // 128), cluster, tokens) if teams > 1 else 0
+        return 0
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         return _abi.mma_scratch(p.batch, p.m, p.n, _cuda_costs.MMA_CTAS * _gpu()[1])
     return 0
@@ -283,7 +297,10 @@ def _stream(p: Product) -> float:
 
 def _tiled_times(p: Product):
     costs = _TABLE_TILED if p.table else _TILED
-    return _cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs)
+    wide = p.bits == 4 and (
+        p.shift_mode == ShiftMode.NONE or (p.shift_mode == ShiftMode.OFFSETS and p.shift_dtype == p.x_dtype)
+    )
+    return _cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs, wide)
 
 
 def _tiled(p: Product) -> float:
@@ -370,7 +387,29 @@ def estimate(p: Product) -> tuple[float, float]:
         fused = min(fused, _tiled(p))
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         fused = min(fused, _mma(p))
-    return fused, dense
+    return min(fused, _shift_apart(p)), dense
+
+
+def _shift_apart(p: Product) -> float:
+    plain = p.without_shift()
+    if not (p.split and p.floats and p.m > STREAM_TOKENS and warpgroup_kernel(plain)):
+        return math.inf
+    sums = 4 * p.batch * p.m * (p.k + 3 * p.n) / _MEMORY  # of activations, and what adds the product of these
+    return _warpgroup(plain) + _SHIFT_APART + sums + 2.0 * p.m * p.groups * p.outputs / _DENSE_FLOAT32
+
+
+def shift_apart(p: Product) -> bool:
+    """Whether float zeros or offsets meet float32 activations in a dense product of their own: with the sums of each
+    group's. A kernel for many tokens has no room for them then.
+    """
+    return isinstance(p.m, int) and _shift_apart(p) < _stream(p)
+
+
+def transposed_shift_apart(p: Product) -> bool:
+    """The same of float32 cotangents, which they meet in what is added to all inputs of a group."""
+    if not (p.split and p.floats and isinstance(p.m, int) and p.m > _APART_ROWS):
+        return False
+    return transposed_kernel(p.without_shift()) == "matmul_transposed_warpgroup"
 
 
 def use_kernel(p: Product) -> bool:
@@ -514,7 +553,7 @@ def conv_times(
     if warpgroups:
         scheme = _cuda_costs.Scheme(bits)
         times = _cuda_costs.warpgroup_times(pixels, taps * k, n, 1, scheme, _gpu()[1], _CONV_WARPGROUPS)
-        found |= {("warpgroup", *config): us for config, us in times}
+        found |= {("warpgroup", *config): us for (*config, _), us in times}
     return found
 
 
@@ -564,6 +603,8 @@ def use_transposed_kernel(p: Product, *, forced: bool = False) -> bool:
     if not has_bf16():
         return False
     if forced or not isinstance(p.m, int) or transposed_kernel(p).endswith("warpgroup"):
+        return True
+    if transposed_shift_apart(p):
         return True
     return p.m <= most_streamed(p.x_dtype)
 

@@ -251,12 +251,14 @@ def explain(
     elif platform == "cuda" and not (experts or transpose) and fused and _cuda_dispatch.has_kernels(x.dtype):
         kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
         if _abi.MATMUL in targets:
-            kernel = _cuda_dispatch.kernel(product)
+            apart = _cuda_dispatch.shift_apart(product)
+            kernel = _cuda_dispatch.kernel(product.without_shift() if apart else product)
             rounds = mode == ShiftMode.TABLE or _cuda_dispatch.rounds_weights(product)
         elif _abi.QUANTIZED_MATMUL in targets:
             kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
-        kernel = _cuda_dispatch.transposed_kernel(product)
+        apart = _cuda_dispatch.transposed_shift_apart(product)
+        kernel = _cuda_dispatch.transposed_kernel(product.without_shift() if apart else product)
     elif platform == "cpu" and targets:
         kernel = importlib.import_module("jax_wonly._cpu").active_isa()
     path = "xla" if not targets else "dequantize" if _abi.DEQUANTIZE in targets else "kernel"

@@ -119,8 +119,9 @@ namespace mma {
 WONLY_SAY(MatmulArgs, Config, "matmul_mma", config.tokens, config.splits)
 }
 namespace warpgroup {
-WONLY_SAY(MatmulArgs, Config, "matmul_warpgroup", config.tokens, config.warpgroups, config.cluster)
-WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_warpgroup", config.tokens, config.warpgroups, config.cluster)
+WONLY_SAY(MatmulArgs, Config, "matmul_warpgroup", config.tokens, config.warpgroups, config.cluster, config.teams)
+WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_warpgroup", config.tokens, config.warpgroups, config.cluster,
+              config.teams)
 }  // namespace warpgroup
 namespace stream {
 WONLY_SAY(MatmulArgs, Config, "matmul_stream", config.atoms, config.warps, config.cluster)

@@ -217,7 +217,8 @@ def test_transposed(monkeypatch, warpgroups, x):
     assert use(8192) == use(8192, mode=ShiftMode.ZEROS, shift=jnp.uint8) == warpgroups
     assert not use(8192, 8196)
     assert use(8192, group_size=32) == warpgroups
-    assert use(8192, mode=ShiftMode.OFFSETS, shift=x) == (warpgroups and not wide)
+    assert use(8192, mode=ShiftMode.OFFSETS, shift=x) == warpgroups
+    assert not use(8192, 8196, mode=ShiftMode.OFFSETS, shift=x)
     assert not use(8192, 8193)
     assert use(8192, 8193, forced=True)
     assert _cuda_experts.use_transposed_kernel(8 * 64, 8, 8193, x)
@@ -258,6 +259,22 @@ def test_float32(monkeypatch, warpgroups):
         for m in (17, 1024, 8192):
             fused, dense = _cuda_dispatch.estimate(Product(m, 8192, 8192, 1, 4, jnp.float32, jnp.float32, groups=64))
             assert 3 * fused < dense
+
+
+def test_float_shifts_of_float32(warpgroups):
+    """Apart where the kernels without them are faster than streaming, by more than a product of sums takes."""
+
+    def product(m, size=8192, n=8192, x=jnp.float32, mode=ShiftMode.OFFSETS, shift=jnp.float32, groups=64):
+        return Product(m, size, n, 1, 4, x, jnp.float32, mode, shift, groups=groups)
+
+    for apart in _cuda_dispatch.shift_apart, _cuda_dispatch.transposed_shift_apart:
+        assert apart(product(100)) == apart(product(8192, mode=ShiftMode.ZEROS)) == warpgroups
+        assert not any(apart(product(m)) for m in (1, 16))
+        assert not apart(product(100, mode=ShiftMode.NONE, shift=None)) and not apart(product(100, x=jnp.bfloat16))
+        assert not apart(product(100, mode=ShiftMode.ZEROS, shift=jnp.uint8)) and not apart(product(100, n=8194))
+    assert not _cuda_dispatch.shift_apart(product(20, 1024, 1024, groups=8))
+    fused, dense = _cuda_dispatch.estimate(product(1024))
+    assert (4 * fused < dense) == warpgroups
 
 
 def test_float32_scales_of_transposed(warpgroups):

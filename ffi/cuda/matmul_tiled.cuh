@@ -21,8 +21,8 @@ struct WaveParams {
   int waves, rest, splits;  // rest: tiles of the last wave
   int more;                 // stages of who adds a shared tile's sums, while the others leave theirs
   Divisor of_rest, of_splits;
-  uint32_t* arrived;  // [rest, kCluster, kWarpgroups], zero at the start
-  float4* partial;    // [rest, splits - 1, kCluster, kWarpgroups, whole kGatheredRows of tokens / 8, 128]
+  uint64_t* arrived;  // [rest, splits - 1, CTAs of a cluster, strips]: handed over
+  float4* partial;    // the same, and [whole kGatheredRows of tokens / 8, 128]
 };
 
 template <Heights kHeights>
@@ -62,21 +62,22 @@ struct Waves : RowsOf<kHeights> {
     const Place place = params.places.at(in_batch);
     tile.first = place.row * params.tokens;
     tile.rows = static_cast<int>(min(args.m - tile.first, int64_t{params.tokens}));
-    tile.n0 = (static_cast<int64_t>(place.column) * cta_count + rank) * kOutputs;
+    tile.n0 = (static_cast<int64_t>(place.column) * cta_count + rank) * RowsOf<kHeights>::kOutputs;
     return tile;
   }
 
   // Of the rows that there are, kGathered at a time.
   template <int kSums>
-  __device__ bool gather(const Tile& tile, const Consumer& me, float (&sums)[kSums]) const {
+  __device__ bool gather(const Tile& tile, const Consumer& me, int strip, float (&sums)[kSums]) const {
     constexpr int kOfRows = kGatheredRows / 8;  // vectors of a thread
     if (tile.end_stage - tile.first_stage == params.stages) return true;
-    uint32_t* const arrived = params.arrived + (tile.rest * cta_count + rank) * kWarpgroups + me.warpgroup;
+    const auto slice_of = [&](int split) {
+      const int of_split = (tile.rest * (params.splits - 1) + split) * cta_count + rank;
+      return of_split * (RowsOf<kHeights>::kOutputs / kTileN) + strip;
+    };
     const auto partial_of = [&](int split) {
-      const int64_t slice =
-          ((static_cast<int64_t>(tile.rest) * (params.splits - 1) + split) * cta_count + rank) * kWarpgroups +
-          me.warpgroup;
-      return params.partial + slice * (ceil_div(params.tokens, kGatheredRows) * kOfRows * 128) + me.thread();
+      const int64_t from = int64_t{slice_of(split)} * (ceil_div(params.tokens, kGatheredRows) * kOfRows * 128);
+      return params.partial + from + me.thread();
     };
     if (tile.split < params.splits - 1) {
       float4* to = partial_of(tile.split);
@@ -86,13 +87,16 @@ struct Waves : RowsOf<kHeights> {
         to[i * 128] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
       }
       me.sync();
-      if (me.thread() == 0) ptx::add_release(arrived, 1);
+      if (me.thread() == 0) ptx::hand_over(params.arrived + slice_of(tile.split));
       return false;
     }
     // By all threads: were it one of them, the compiler would keep fewer values in uniform registers from here on.
-    while (ptx::load_acquire(arrived) != static_cast<uint32_t>(params.splits - 1)) {
+    for (int split = 0; split < params.splits - 1; ++split) {
+      while (!ptx::handed_over(params.arrived + slice_of(split))) {
+      }
     }
     me.sync();
+    if (me.thread() < params.splits - 1) params.arrived[slice_of(me.thread())] = 0;
     for (int split = params.splits - 2; split >= 0; --split) {
       const float4* from = partial_of(split);
 #pragma unroll
@@ -120,7 +124,7 @@ cudaError_t launch_waves(const MatmulArgs& args, const Config& config, int stage
   walk.tokens = config.tokens;
   walk.stages = stages;
   const int token_tiles = static_cast<int>(ceil_div(args.m, config.tokens));
-  const int output_tiles = static_cast<int>(ceil_div(args.n, config.ctas * kOutputs));
+  const int output_tiles = static_cast<int>(ceil_div(args.n, config.ctas * Source::kOutputs));
   walk.of_batch = Divisor(token_tiles * output_tiles);
   walk.places = tiles::Places(token_tiles, output_tiles);
   const int64_t tiles = args.batch * token_tiles * output_tiles;
@@ -131,16 +135,15 @@ cudaError_t launch_waves(const MatmulArgs& args, const Config& config, int stage
   walk.more = stages >= 8 * config.splits ? kMoreStages : 0;
   walk.of_rest = Divisor(walk.rest);
   walk.of_splits = Divisor(walk.splits);
-  const int64_t counters = int64_t{4} * walk.rest * config.ctas * kWarpgroups;
-  if (walk.rest * walk.splits > clusters || walk.splits > stages || (walk.splits > 1 && counters > kArrivedBytes) ||
+  const int64_t slices = int64_t{walk.rest} * (config.splits - 1) * config.ctas * Source::kOutputs / kTileN;
+  if (walk.rest * walk.splits > clusters || walk.splits > stages ||
+      slices * static_cast<int64_t>(sizeof(uint64_t)) > kArrivedBytes ||
       scratch_bytes(config, walk.rest) > args.scratch_bytes) {
     return cudaErrorInvalidConfiguration;
   }
   if (walk.splits > 1) {
-    walk.arrived = static_cast<uint32_t*>(args.scratch);
+    walk.arrived = static_cast<uint64_t*>(args.scratch);
     walk.partial = reinterpret_cast<float4*>(static_cast<uint8_t*>(args.scratch) + kArrivedBytes);
-    const cudaError_t error = cudaMemsetAsync(walk.arrived, 0, static_cast<size_t>(counters), stream);
-    if (error != cudaSuccess) return error;
   }
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(config.ctas * (walk.waves > 0 ? clusters : walk.rest * walk.splits)));
@@ -162,6 +165,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   const auto launch = [&](auto* source) {
     return launch_waves<std::remove_pointer_t<decltype(source)>, X>(args, config, stages, {}, map, stream);
   };
+  if (config.outputs > kCtaOutputs) return launch(static_cast<Waves<Heights::kWide>*>(nullptr));
   if (config.tokens <= kHighest<Heights::kLow>) return launch(static_cast<Waves<Heights::kLow>*>(nullptr));
   if (height_for(config.tokens, HeightsOf<Heights::kEven>{}) == config.tokens) {
     return launch(static_cast<Waves<Heights::kEven>*>(nullptr));

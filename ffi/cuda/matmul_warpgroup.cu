@@ -7,6 +7,7 @@ namespace wonly::warpgroup {
 
 constexpr int kSplitBytes = 4;    // of an activation in pieces, and of a token's power of two
 constexpr int kSplitTokens = 64;  // of the largest tile of such
+constexpr int kMostTokens = 128;  // of a tile
 
 int64_t split_rows(const MatmulArgs& args) {
   const bool each = args.x_batch_stride != 0;  // of the batch has its own
@@ -46,6 +47,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
   const bool any_shape = is_plain(args) || args.x_dtype == DType::kF32;
+  const bool other = args.x_dtype == DType::kF32 || !(is_plain(args) || rounds(args, kMostTokens));
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
   float least = 0.f;
@@ -65,10 +67,17 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
       const float waves = static_cast<float>(ceil_div(ctas, shares ? 2 * places : places));
       const float stage = shares ? cost.shared_stage + 2.f * more : cost.stage + more;
       const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
-      const float us = std::max(walking, reading) + waves * (cost.start + cluster.start);
-      if (least == 0.f || us < least) {
+      const auto compare = [&](float us, int teams) {
+        if (least > 0.f && us >= least) return;
         least = us;
-        *config = {cost.tokens, cost.warpgroups, cluster.ctas, multiprocessors};
+        *config = {cost.tokens, cost.warpgroups, cluster.ctas, multiprocessors, teams};
+      };
+      compare(std::max(walking, reading) + waves * (cost.start + cluster.start), 1);
+      const bool teams = costs.team > 0.f && has_teams(cost.tokens) && cost.warpgroups == 2 && cluster.ctas > 1 &&
+                         groups == 1.f && !other && args.batch == 1 && 2 * ctas <= places &&
+                         team_bytes(blocks, cluster.ctas, cost.tokens) <= args.scratch_bytes;
+      if (teams) {
+        compare(std::max(0.5f * walking, reading) + cost.start + cluster.start + costs.team, 2);
       }
     }
   };

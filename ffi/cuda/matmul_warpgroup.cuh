@@ -74,6 +74,9 @@ struct Params {
   int stages, more_stages;  // of 128 inputs, for every rank; as many ranks have one more
   int log2_group_blocks;    // group size = 32 << this; -1: one scale per output
   int stage_groups;         // of rounded weights: groups that end in a stage, 4, 2 or 1
+  int teams;                // 2: two clusters share a tile's inputs; the first, which starts before, leaves its sums
+  uint64_t* arrived;        // [tile, rank, warpgroup]: handed over
+  float4* partial;          // [tile, rank, sums that the rank finishes]
 };
 
 // The scales and shifts only where groups are smaller than a stage; `last` for a tile that is not full: the engine
@@ -118,6 +121,8 @@ struct Shape {
   static constexpr bool kAnyScales = !kPlain || Source::kWindows;  // not of the activations' type alone
   static constexpr bool kMultipliesSums = kSums && kTokens >= 64;  // on tensor cores
   static constexpr int kRows = kWarpgroups * kTileN;
+  static constexpr bool kTeams =
+      has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
   // After those of outputs one warpgroup produces; more add activations up, in turns.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
@@ -383,6 +388,9 @@ struct Blocks {
     mine = most - ((most - 1) * params.cluster + rank < blocks ? 0 : 1);
   }
 };
+// Of a rank, in vectors of four.
+template <typename S>
+constexpr int kTeamSums = S::kMostOfRank * S::kRows / 4;
 // Whether results are sums with a bias, rounded, and leave in whole lines.
 template <typename S>
 __device__ __forceinline__ bool rounds_sums(const MatmulArgs& args) {
@@ -424,10 +432,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int row_block = params.token_tiles.divide(static_cast<int>(blockIdx.x), &token_tile);
   const int m0 = token_tile * S::kTokens;
   const int n0 = row_block * S::kRows;
-  const int64_t batch = blockIdx.z;
+  const int64_t batch = S::kTeams && params.teams > 1 ? 0 : blockIdx.z;
 
-  const int first_stage = rank * params.stages + min(rank, params.more_stages);
-  const int stage_count = params.stages + (rank < params.more_stages ? 1 : 0);
+  const int team = S::kTeams && params.teams > 1 ? static_cast<int>(blockIdx.z) : 0;
+  const int share = team * params.cluster + rank;
+  const int first_stage = share * params.stages + min(share, params.more_stages);
+  const int stage_count = params.stages + (share < params.more_stages ? 1 : 0);
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
 
   const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
@@ -972,6 +982,31 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
         }
       }
+      if constexpr (S::kTeams) {
+        if (params.teams > 1) {
+          const int slice = static_cast<int>(blockIdx.x) * params.cluster + rank;
+          uint64_t* const word = params.arrived + slice * S::kWarpgroups + warpgroup;
+          float4* const at = params.partial + slice * kTeamSums<S> + threadIdx.x;
+          if (team == 0) {
+#pragma unroll
+            for (int i = 0; i < kMost / 8; ++i) {
+              at[i * (S::kRows * 2)] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+            }
+            me.sync();
+            if (me.thread() == 0) ptx::hand_over(word);
+            return;
+          }
+          while (!ptx::handed_over(word)) {
+          }
+          me.sync();
+          if (me.thread() == 0) *word = 0;
+#pragma unroll
+          for (int i = 0; i < kMost / 8; ++i) {
+            const float4 v = __ldcg(at + i * (S::kRows * 2));
+            sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+          }
+        }
+      }
       const bool has_last = (blocks.mine - 1) * params.cluster + rank == token_blocks - 1;
       const int rows = blocks.mine * 8 - (has_last ? token_blocks * 8 - tokens : 0);
       store(sums, std::integral_constant<int, kMost>{}, rows, S::kStages * S::kStageBytes - kMost * S::kRows * 2);
@@ -1024,6 +1059,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const auto token_of = [&](uint32_t i) {
     return static_cast<int>((i / (8 * kQuads) * params.cluster + rank) * 8 + i % 8);
   };
+  const int slice = static_cast<int>(blockIdx.x) * params.cluster + rank;
+  uint64_t* const word = params.arrived + slice * S::kWarpgroups;
+  const bool first_team = S::kTeams && params.teams > 1 && team == 0;
+  const bool last_team = S::kTeams && params.teams > 1 && team > 0;
+  if (last_team) {
+    while (!ptx::handed_over(word)) {
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) *word = 0;
+  }
   uint32_t again = 0;
   int turn = 0;
   for (uint32_t i = threadIdx.x; i < most_blocks * 8 * kQuads; i += S::kThreads, ++turn) {
@@ -1041,6 +1086,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       for (int j = 0; j < 4; ++j) sum[j] += at[j * 16];
       at += most_blocks * S::kRows * 8;
     }
+    if constexpr (S::kTeams) {
+      float4* const of_both = params.partial + slice * kTeamSums<S> + i;
+      if (first_team) {
+        *of_both = {sum[0], sum[1], sum[2], sum[3]};
+        continue;
+      }
+      if (last_team) {
+        const float4 v = __ldcg(of_both);
+        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+      }
+    }
     if (S::kRounded) {
 #pragma unroll
       for (float& of_one : sum) of_one *= kUnscale;
@@ -1052,6 +1108,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     if (S::kSums && !isfinite(sum[0] + sum[1] + sum[2] + sum[3])) again |= 1u << turn;
     finish4(args, batch, m0 + token, n, sum);
+  }
+  if (first_team) {
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::hand_over(word);
+    return;
   }
   // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a weight times
   // it is.
@@ -1076,11 +1137,21 @@ cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, i
   const int token_tiles = static_cast<int>(ceil_div(args.m, S::kTokens));
   params.token_tiles = Divisor(token_tiles);
   params.ranks = Divisor(config.cluster);
-  params.stages = stages / config.cluster;
-  params.more_stages = stages % config.cluster;
+  params.stages = stages / (config.cluster * config.teams);
+  params.more_stages = stages % (config.cluster * config.teams);
+  params.teams = config.teams;
+  const int64_t tiles = ceil_div(args.n, S::kRows) * token_tiles;
+  if (config.teams > 1) {
+    const int64_t bytes = team_bytes(tiles, config.cluster, S::kTokens);
+    if (!S::kTeams || config.cluster < 2 || args.batch > 1 || bytes > args.scratch_bytes) {
+      return cudaErrorInvalidConfiguration;
+    }
+    params.partial = static_cast<float4*>(args.scratch);
+    params.arrived = reinterpret_cast<uint64_t*>(params.partial + tiles * config.cluster * kTeamSums<S>);
+  }
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(ceil_div(args.n, S::kRows) * token_tiles),
-                    static_cast<unsigned>(config.cluster), static_cast<unsigned>(args.batch));
+  shape.grid = dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(config.cluster),
+                    static_cast<unsigned>(std::max<int64_t>(args.batch, config.teams)));
   shape.threads = S::kThreads;
   shape.cluster = config.cluster;
   shape.cluster_along_y = true;

@@ -11,7 +11,17 @@ struct Config {
                    // 16, 32 or 64, of four bits 48 and 96, and 2
   int cluster;     // CTAs along the inputs, 1 .. 8
   int multiprocessors;
+  int teams = 1;  // 2: clusters of two CTAs or more that share a tile's inputs, and meet in scratch
 };
+
+// Whether CTAs of so many tokens and two warpgroups may be of two teams, where one group ends in a stage and scales are
+// of the activations' type.
+constexpr bool has_teams(int tokens) { return tokens >= 64; }
+// Scratch that those of so many tiles take: float32 sums of the tokens that each CTA of the first finishes, of two or
+// more, in whole sixteens, and a word for each warpgroup that says whether they are there.
+constexpr int64_t team_bytes(int64_t tiles, int cluster, int tokens) {
+  return tiles * cluster * 2 * (int64_t{4} * 64 * ((tokens / 2 + 15) / 16 * 16) + 8);
+}
 
 // What a configuration is expected to take, in microseconds.
 struct Cost {
@@ -42,6 +52,7 @@ struct Costs {
   float memory;    // bytes of weights per microsecond
   int alone_ctas;  // of a cluster at most where two CTAs do not share a multiprocessor
   int one_pass;    // tokens below which a shape is for no more tokens than it has
+  float team;      // what two teams take to meet; 0: there are none
 };
 
 // Sets the configuration that is expected to be fastest; returns the microseconds that it should take.

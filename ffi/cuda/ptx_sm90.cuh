@@ -122,14 +122,17 @@ __device__ __forceinline__ void named_arrive() {
   asm volatile("bar.arrive %0, %1;\n" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 
-// A counter in global memory: what a thread that reads it finds written is what was written before the addition.
-__device__ __forceinline__ void add_release(uint32_t* counter, uint32_t value) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;\n" ::"l"(counter), "r"(value) : "memory");
+// A word in global memory by which a thread hands over what was written before; who finds it handed over, finds that
+// too, and must make the word 0. So it need not be cleared before a launch, which took longer than some products: a
+// buffer holds whatever it held, but this random number only by a chance of 2^-64.
+constexpr uint64_t kHandedOver = 0x64e8cc2eb4c1ac7a;
+__device__ __forceinline__ void hand_over(uint64_t* word) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;\n" ::"l"(word), "l"(kHandedOver) : "memory");
 }
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* counter) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];\n" : "=r"(value) : "l"(counter) : "memory");
-  return value;
+__device__ __forceinline__ bool handed_over(const uint64_t* word) {
+  uint64_t value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];\n" : "=l"(value) : "l"(word) : "memory");
+  return value == kHandedOver;
 }
 
 // Four 8 x 8 matrices of 16-bit numbers, transposed: lane l holds two neighbours of column l / 4 of each, and gives the

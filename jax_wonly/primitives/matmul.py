@@ -219,10 +219,33 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
         if activations.has_kernel(a, qw, scales, *rest, p=p, platform=platform):
             return activations.kernel(a, qw, scales, *rest, p=p)
         x = _rounded(a, p, platform)
-    shift, _ = split_rest(rest, p.shift_mode)
+    shift, bias = split_rest(rest, p.shift_mode)
     if _prefers_kernel(x, qw, scales, shift, p, platform):
+        if shift and _takes_shift_apart(x, qw, scales, shift, p, platform):
+            return _with_shift_apart(x, qw, scales, shift[0], bias, p, platform)
         return _kernel(x, qw, scales, *rest, p=p, platform=platform)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
+
+
+def _takes_shift_apart(x, qw, scales, shift, p: Params, platform: str) -> bool:
+    if platform != "cuda" or x.dtype != jnp.float32 or not jnp.issubdtype(shift[0].dtype, jnp.floating):
+        return False
+    from jax_wonly import _cuda_dispatch
+
+    product = _product(x, scales, shift, p.shift_mode, _result_shape(x, qw, scales, *shift, p=p)[0], p)
+    return (_cuda_dispatch.transposed_shift_apart if p.transpose else _cuda_dispatch.shift_apart)(product)
+
+
+def _with_shift_apart(x, qw, scales, shift, bias, p: Params, platform: str) -> jax.Array:
+    """The product of the codes less their middle, and what is left of float zeros or offsets, in float32: that meets x
+    only through the sums of its groups. Infinite x give the infinity that they should, or NaN.
+    """
+    float32 = jnp.dtype(jnp.float32)
+    plain = p._replace(shift_mode=ShiftMode.NONE, has_bias=False, activation=Activation.NONE, out_dtype=float32)
+    y = _kernel(x, qw, scales, p=plain, platform=platform)
+    middle, s, shift = 2.0 ** (p.bits - 1), scales.astype(float32), shift.astype(float32)
+    per_group = shift + middle * s if p.shift_mode == ShiftMode.OFFSETS else (middle - shift) * s
+    return epilogue(y + _of_groups(x, per_group, p), bias, p)
 
 
 def _rounded(a: Activations, p: Params, platform: str) -> jax.Array:
@@ -319,6 +342,11 @@ def _shift_tangent(x, scales, shift_dot, p: Params):
     per_group = shift_dot.astype(jnp.float32)
     if p.shift_mode == ShiftMode.ZEROS:
         per_group = -per_group * scales.astype(jnp.float32)
+    return _of_groups(x, per_group, p)
+
+
+def _of_groups(x, per_group, p: Params):
+    """The product with weights that are the same for all inputs of a group, ``per_group[B, G, N]``."""
     groups = per_group.shape[1]
     if not p.transpose:
         return _dense_f32(group_sums(x, groups), per_group)

@@ -221,7 +221,7 @@ void load(Warp& w, const Instruction& i, Mask lanes) {
   });
 }
 void load_acquire(Warp& w, const Instruction& i, Mask lanes) {
-  load<uint32_t, uint32_t, false>(w, i, lanes);
+  load<uint64_t, uint64_t, false>(w, i, lanes);
   w.polls = true;
 }
 template <typename T, bool kShared>
@@ -1125,8 +1125,8 @@ void add_others(std::map<std::string, Opcode>& all) {
   constexpr auto bit_or = [](uint32_t a, uint32_t b) { return a | b; };
   all["atom.add.u32"] = all["atom.global.add.u32"] = {atomic<decltype(plus), false, true>, Kind::kPlain, "w", "aw", 0};
   all["atom.shared.or.b32"] = {atomic<decltype(bit_or), true, true>, Kind::kPlain, "w", "aw", 0};
-  all["red.release.gpu.global.add.u32"] = {atomic<decltype(plus), false, false>, Kind::kPlain, "", "aw", 0};
-  all["ld.acquire.gpu.global.u32"] = {load_acquire, Kind::kPlain, "w", "a", 0};
+  all["st.release.gpu.global.u64"] = {store<uint64_t, false>, Kind::kPlain, "", "ad", 0};
+  all["ld.acquire.gpu.global.u64"] = {load_acquire, Kind::kPlain, "d", "a", 0};
 
   all["mbarrier.init.shared::cta.b64"] = {barrier_init, Kind::kPlain, "", "aw", 0};
   all["mbarrier.arrive.shared::cta.b64"] = {barrier_arrive, Kind::kPlain, "x", "a", 0};

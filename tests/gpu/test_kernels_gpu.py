@@ -9,6 +9,9 @@ import pytest
 from reference import DTYPES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
+from jax_wonly import _cuda_dispatch
+from jax_wonly._abi import ShiftMode
+from jax_wonly._cuda_dispatch import Product
 
 pytestmark = pytest.mark.gpu
 
@@ -161,6 +164,66 @@ def test_heights_of_tiles(rng, m, n, bits, mode, x_dtype):
     first = jw.matmul(x, weight.qt, implementation="cuda")
     assert_product(first, x, weight, rounded_weights=True)
     np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(first))
+
+
+MODES = {"symmetric": ShiftMode.NONE, "integer_zeros": ShiftMode.ZEROS, "offsets": ShiftMode.OFFSETS}
+
+
+def expected_configuration(m, k, n, bits, mode, x_dtype, groups) -> tuple:
+    """The kernel and its configuration; skips the test on a GPU without the 132 multiprocessors that cases are for."""
+    if _cuda_dispatch._gpu() != ("9.0", 132):
+        pytest.skip("the dispatcher chooses this on an H100 with 132 multiprocessors")
+    shift = {"symmetric": None, "integer_zeros": jnp.uint8}.get(mode, DTYPES[x_dtype])
+    product = Product(m, k, n, 1, bits, DTYPES[x_dtype], DTYPES[x_dtype], MODES[mode], shift, groups)
+    name = _cuda_dispatch.kernel(product)
+    times = {"matmul_tiled": _cuda_dispatch._tiled_times, "matmul_warpgroup": _cuda_dispatch._warpgroup_times}[name]
+    return name, *min(times(product), key=lambda pair: pair[1])[0]
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "splits"),
+    [(128, 512, 28680, 1), (122, 1152, 33000, 1), (128, 8192, 10248, 3), (378, 8064, 13312, 5)],
+)
+@pytest.mark.parametrize(("mode", "x_dtype"), [("symmetric", "bfloat16"), ("offsets", "float16")])
+def test_wide_tiles(rng, m, k, n, splits, mode, x_dtype):
+    """Tiles of 256 outputs and 128 tokens for each CTA of `matmul_tiled`, the last not whole, alone or shared."""
+    found = expected_configuration(m, k, n, 4, mode, x_dtype, k // 128)
+    assert found[:3] == ("matmul_tiled", 128, splits)
+    weight = random_weight(rng, k, n, group_size=128, mode=mode, scale_dtype=x_dtype)
+    x = random_x(rng, (m, k), x_dtype)
+    first = jw.matmul(x, weight.qt, implementation="cuda")
+    assert_product(first, x, weight, rounded_weights=True)
+    np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(first))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "bits", "mode", "x_dtype", "cluster"),
+    [
+        (64, 8192, 4096, 4, "symmetric", "bfloat16", 2),
+        (57, 8192, 4064, 4, "integer_zeros", "float16", 2),
+        (80, 8192, 2048, 4, "symmetric", "float16", 3),
+        (100, 8192, 2040, 8, "symmetric", "bfloat16", 2),
+        (115, 8320, 4096, 4, "offsets", "bfloat16", 2),
+        (128, 14336, 4080, 4, "symmetric", "bfloat16", 2),
+        (190, 8192, 2048, 4, "symmetric", "bfloat16", 2),
+    ],
+)
+def test_teams(rng, m, k, n, bits, mode, x_dtype, cluster):
+    """Two clusters share a tile's inputs, and add their sums up in scratch: as whole lines, or one by one."""
+    found = expected_configuration(m, k, n, bits, mode, x_dtype, k // 128)
+    assert (found[0], *found[3:]) == ("matmul_warpgroup", cluster, 2)
+    weight = random_weight(rng, k, n, bits=bits, group_size=128, mode=mode, scale_dtype=x_dtype)
+    x = random_x(rng, (m, k), x_dtype)
+    lines = jax.jit(lambda x: jw.matmul(x, weight.qt, implementation="cuda"))
+    single = jax.jit(
+        lambda x: jw.matmul(x, weight.qt, activation="relu", preferred_element_type=jnp.float32, implementation="cuda")
+    )
+    first = lines(x), single(x)
+    assert_product(first[0], x, weight, rounded_weights=True)
+    assert_product(first[1], x, weight, activation="relu", out_dtype="float32", rounded_weights=True)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(lines(x)), np.asarray(first[0]))
+        np.testing.assert_array_equal(np.asarray(single(x)), np.asarray(first[1]))
 
 
 @pytest.mark.parametrize("m", [70, 100, 110, 118, 200])

@@ -105,6 +105,29 @@ def test_middling_rows(rng, bits, mode, x_dtype, group_size):
         assert_product(product(x, weight.qt), x, weight, rounded_weights=rounds_weights("cuda", x, weight.qt))
 
 
+@pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["float_zeros", "offsets"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_float_shifts_of_float32(rng, bits, mode, scale_dtype):
+    """They meet the sums of a group's activations in a product of their own, where streaming weights takes longer."""
+    for group_size, m, k, n, lead in (
+        (128, 48, 4096, 4096, ()),
+        (32, 100, 2048, 4104, ()),
+        (None, 300, 1000, 4096, ()),
+        (64, 70, 2048, 4096, (3,)),
+    ):
+        weight = random_weight(
+            rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype, lead=lead
+        )
+        x, bias = random_x(rng, (*lead, m, k), "float32"), jnp.asarray(rng.normal(0, 3, n), jnp.float32)
+        if _cuda_dispatch.has_warpgroups():
+            assert jw.explain(x, weight.qt, platform="cuda").kernel == "matmul_warpgroup"
+        product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu"))
+        y = product(x, weight.qt, bias)
+        assert_product(y, x, weight, bias=bias, activation="relu")
+        np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
+
+
 @pytest.mark.parametrize("m", [17, 40, 100, 300])
 @pytest.mark.parametrize("n", [136, 321])
 @pytest.mark.parametrize("bits", [4, 8])

@@ -94,7 +94,7 @@ def test_many_tokens(rng, bits, mode, dtype):
 
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_many_tokens_of_float32(rng, bits, mode, scale_dtype):
     """float32 cotangents as two fp16 numbers each: blocks of 64 and of 128 tokens, whose outputs one CTA sums, or two
