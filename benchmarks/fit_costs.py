@@ -72,8 +72,7 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             return
         table = mode == "table"
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
-        wide = bits == 4 and mode in ("symmetric", "offsets")
-        for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, MULTIPROCESSORS, tiles, wide):
+        for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, MULTIPROCESSORS, tiles):
             yield ("tiled", tokens, splits), us
         if not table:
             resident = costs.resident_of(file, "resident")

@@ -41,13 +41,7 @@ using namespace wonly;
 
 // Tokens of a CTA of the warpgroup kernel, and of a tile of the tiled one (checked with 64 too, and not timed with it).
 constexpr int kWarpgroupTokens[] = {8, 16, 32, 48, 64, 80, 96, 104, 112, 120, 128};
-constexpr int kTiledTokens[] = {64, 128, 144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256};
-
-// Tiles of 128 tokens are those of twice as many outputs.
-tiled::Config tiled_config(int multiprocessors, int tokens, int splits) {
-  const int outputs = tokens == 128 ? 2 * tiled::kCtaOutputs : tiled::kCtaOutputs;
-  return {multiprocessors, tokens, splits, tiled::kClusterCtas, outputs};
-}
+constexpr int kTiledTokens[] = {64, 144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256};
 
 __device__ uint32_t hash(uint64_t i) {
   i = (i ^ (i >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -288,7 +282,7 @@ int check(int every, const char* only) {
                 for (int multiprocessors : {4, 12, device.multiprocessors}) {
                   if (device.architecture != 90 || splits > ceil_div(s.k, tiled::kStageInputs)) continue;
                   compare("tiled", tokens, splits, multiprocessors, 0,
-                          [&] { return tiled::launch(args, tiled_config(multiprocessors, tokens, splits), nullptr); });
+                          [&] { return tiled::launch(args, {multiprocessors, tokens, splits}, nullptr); });
                 }
             want.swap(of_rounded);
             rounds = false;
@@ -470,7 +464,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
         for (int splits = 1; splits <= 8; ++splits) {
           if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 16) continue;
           if (tokens < 128 || tokens >= m + 64) continue;
-          const tiled::Config config = tiled_config(device.multiprocessors, tokens, splits);
+          const tiled::Config config{device.multiprocessors, tokens, splits};
           if (splits * 4 > k / tiled::kStageInputs || tiled::launch(calls[0], config, s) != cudaSuccess) continue;
           report(-2, tokens / 8, splits, tiled::kClusterCtas, 1,
                  graph_us(calls, [&](const MatmulArgs& args) { return tiled::launch(args, config, s); }, s));

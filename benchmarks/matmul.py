@@ -78,7 +78,8 @@ SUITES = {
         )
     ]
     + [case(k, n, m, bits=8) for k, n in TABLE for m in (1, 16) if (k, n) != (8192, 8192)]
-    + [case(8192, 8192, m, dtype="float32") for m in (1, 4, 8, 16, 64, 256, 1024)],
+    + [case(8192, 8192, m, dtype="float32") for m in (1, 4, 8, 16, 64, 256, 1024)]
+    + [case(8192, 8192, m, dtype="float32", mode="offsets") for m in (1, 16, 64, 256, 1024)],
     "shapes": [case(k, n, m) for k, n in OTHERS for m in (1, 4, 8, 16, 64)]
     + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)]
     + [case(4128, 4096, m, group_size=32) for m in (1, 16)],

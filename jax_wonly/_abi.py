@@ -76,7 +76,7 @@ def matmul_scratch(batch: int, m: int, n: int, least_tile: int) -> int:
     """
     tiles = batch * -(-m // least_tile) * -(-n // 256)
     rows = 256 if m > least_tile else -(-least_tile // 64) * 64
-    return 2048 + min(7 * tiles, 80) * 256 * rows
+    return 1024 + min(7 * tiles, 80) * 256 * rows
 
 
 def team_scratch(tiles: int, cluster: int, tokens: int) -> int:
@@ -125,7 +125,7 @@ def conv_scratch(pixels: int, n: int) -> int:
     As ``conv::launch`` asks for: no more than all multiprocessors' sums, nor than 15 shares of the result.
     """
     rows, outputs = -(-pixels // 256) * 256, -(-n // 256) * 256
-    return 2048 + min(15 * rows * outputs, 132 * 256 * 256)
+    return 1024 + min(15 * rows * outputs, 132 * 256 * 256)
 
 
 def ragged_scratch(rows, experts: int, ordered: int = 0):

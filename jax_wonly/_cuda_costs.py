@@ -61,8 +61,7 @@ class Cluster(NamedTuple):
 class Tiles(NamedTuple):
     """Products in tiles: ``tiled::Costs`` in ``ffi/cuda/matmul_tiled.h``."""
 
-    # CTAs of a cluster, outputs of each, tokens of its tile, and what 64 inputs take.
-    stages: tuple[tuple[int, int, int, float], ...]
+    stages: tuple[tuple[int, int, float], ...]  # CTAs of a cluster, tokens of its tile, and what 64 inputs take
     start: float
     wave: float
     alone: float
@@ -187,7 +186,7 @@ def path(architecture: int) -> Path:
 
 
 def tiles_of(values: dict[str, Any]) -> Tiles:
-    stages = tuple((ctas, outputs, tokens, us) for ctas, outputs, tokens, us in values["stages"])
+    stages = tuple((ctas, tokens, us) for ctas, tokens, us in values["stages"])
     fields: dict[str, Any] = values | {"stages": stages}
     return Tiles(**fields)
 
@@ -273,21 +272,17 @@ def warpgroup_times(
 
 
 def tiled_times(
-    m: int, n: int, stages: int, batch: int, multiprocessors: int, costs: Tiles, wide: bool = False
+    m: int, n: int, stages: int, batch: int, multiprocessors: int, costs: Tiles
 ) -> Iterator[tuple[tuple[int, int, int], float]]:
-    """Of every configuration, (tokens, splits, CTAs of a cluster), of a product of ``stages`` times 64 inputs; if
-    ``wide``, of CTAs with 256 outputs too, which are of other numbers of tokens.
-    """
-    for ctas, outputs, tokens, stage in costs.stages:
-        if outputs > 128 and not wide:
-            continue
+    """Of every configuration, (tokens, splits, CTAs of a cluster), of a product of ``stages`` times 64 inputs."""
+    for ctas, tokens, stage in costs.stages:
         clusters = multiprocessors // ctas
-        waves, rest = divmod(batch * -(-m // tokens) * -(-n // (outputs * ctas)), clusters)
+        waves, rest = divmod(batch * -(-m // tokens) * -(-n // (128 * ctas)), clusters)
         wave = stages * stage + costs.wave
         yield (tokens, 1, ctas), costs.start + waves * wave + (wave if rest else 0)
         most = min(costs.most_splits, stages // costs.least_stages, clusters // rest) if rest else 1
         for splits in range(2, most + 1):
-            sums = tokens * outputs / (256 * 128) * (costs.sums + costs.more * (splits - 2))
+            sums = tokens / 256 * (costs.sums + costs.more * (splits - 2))
             last = (wave - costs.alone) / splits + costs.alone + costs.split + sums
             yield (tokens, splits, ctas), costs.start + waves * wave + last
 

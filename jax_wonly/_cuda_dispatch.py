@@ -19,10 +19,9 @@ from jax_wonly._format import TILE_N
 _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
-_SHIFT_APART = (
-    12.0  # microseconds of the kernels for float zeros and offsets of float32 activations, besides their work
-)
-_APART_ROWS = 64  # up to which streaming float32 cotangents takes less than that
+_SHIFT_APART = 12.0  # microseconds of the kernels for float32's float zeros and offsets, besides their work
+_STREAMED_ROWS = 32  # of float32 cotangents at a time
+_APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
 _TILE_OUTPUTS = 256  # of the tiled kernel
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
@@ -56,9 +55,7 @@ _WARPGROUPS, _SPLIT_WARPGROUPS, _CONV_WARPGROUPS = (
 )
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = SM90["tiled"]["tokens"], SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (SM90["tiled"]["costs"], SM90["table"], SM90["conv"]))
-_LEAST_TILE = min(
-    tokens for costs in (_TILED, _TABLE_TILED) for _, outputs, tokens, _ in costs.stages if outputs == 128
-)
+_LEAST_TILE = min(tokens for costs in (_TILED, _TABLE_TILED) for _, tokens, _ in costs.stages)
 _REGISTER_TOKENS_OF_EIGHT_BITS = 128  # transposed_warpgroup::most_register_tokens
 TRANSPOSED = _cuda_costs.Transposed(**SM90["transposed"])
 _BAND_CONV = _cuda_costs.BandConv(**SM90["band_conv"])
@@ -297,10 +294,7 @@ def _stream(p: Product) -> float:
 
 def _tiled_times(p: Product):
     costs = _TABLE_TILED if p.table else _TILED
-    wide = p.bits == 4 and (
-        p.shift_mode == ShiftMode.NONE or (p.shift_mode == ShiftMode.OFFSETS and p.shift_dtype == p.x_dtype)
-    )
-    return _cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs, wide)
+    return _cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs)
 
 
 def _tiled(p: Product) -> float:
@@ -407,7 +401,8 @@ def shift_apart(p: Product) -> bool:
 
 def transposed_shift_apart(p: Product) -> bool:
     """The same of float32 cotangents, which they meet in what is added to all inputs of a group."""
-    if not (p.split and p.floats and isinstance(p.m, int) and p.m > _APART_ROWS):
+    passes = 1 if p.weight_bytes >= _APART_BYTES else 2
+    if not (p.split and p.floats and isinstance(p.m, int) and p.m > passes * _STREAMED_ROWS):
         return False
     return transposed_kernel(p.without_shift()) == "matmul_transposed_warpgroup"
 

@@ -87,7 +87,7 @@ struct Ring {
 };
 
 // The packed weights of a CTA's outputs, a strip for each warpgroup; a stage has kTiles tiles of each along the inputs.
-template <int kBits, int kTiles, int kMost = kWarpgroups>
+template <int kBits, int kTiles>
 struct Strips {
   const uint32_t* words;
   int64_t n_tiles;
@@ -96,7 +96,7 @@ struct Strips {
   __device__ Strips(const MatmulArgs& args, int64_t batch, int64_t n0)
       : n_tiles(ceil_div(args.n, kTileN)), k_tiles(static_cast<int>(ceil_div(args.k, tile_k(kBits)))) {
     words = args.qw + batch * args.qw_batch_stride + n0 / kTileN * k_tiles * kTileWords;
-    count = static_cast<int>(max(min(n_tiles - n0 / kTileN, int64_t{kMost}), int64_t{0}));
+    count = static_cast<int>(max(min(n_tiles - n0 / kTileN, int64_t{kWarpgroups}), int64_t{0}));
   }
 
   __device__ int bytes(int stage) const { return min(kTiles, k_tiles - stage * kTiles) * kTileBytes; }  // of a strip

@@ -103,8 +103,8 @@ struct Windows : tiled::Waves<tiled::Heights::kWhole> {
   }
 
   template <int kSums>
-  __device__ bool gather(const Tile& tile, const tiled::Consumer& me, int strip, float (&sums)[kSums]) const {
-    return tile.end_stage - tile.first_stage == tile.stages || Waves::gather(tile, me, strip, sums);
+  __device__ bool gather(const Tile& tile, const tiled::Consumer& me, float (&sums)[kSums]) const {
+    return tile.end_stage - tile.first_stage == tile.stages || Waves::gather(tile, me, sums);
   }
 
   __device__ int64_t row(const Tile& tile, int i) const {

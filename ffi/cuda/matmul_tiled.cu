@@ -13,28 +13,22 @@ bool takes(const MatmulArgs& args) {
 
 bool supports(const MatmulArgs& args) { return args.k > 0 && args.m > 0 && takes(args); }
 
-bool has_wide(const MatmulArgs& args) {
-  const bool offsets = args.shift_mode == ShiftMode::kOffsets && args.shift_dtype == args.x_dtype;
-  return args.bits == 4 && (args.shift_mode == ShiftMode::kNone || offsets);
-}
-
 float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config) {
   float least = 0.f;
   for (int i = 0; i < costs.stage_count; ++i) {
     const Costs::Stage& stage = costs.stages[i];
-    if (stage.outputs > kCtaOutputs && !has_wide(args)) continue;
-    const int64_t tiles = args.batch * ceil_div(args.m, stage.tokens) * ceil_div(args.n, stage.ctas * stage.outputs);
+    const int64_t tiles = args.batch * ceil_div(args.m, stage.tokens) * ceil_div(args.n, stage.ctas * kCtaOutputs);
     const int64_t clusters = multiprocessors / stage.ctas, rest = tiles % clusters;
     const float wave = static_cast<float>(stages) * stage.us + costs.wave;
     for (int splits = 1; splits <= costs.most_splits; ++splits) {
-      const Config tried{multiprocessors, stage.tokens, splits, stage.ctas, stage.outputs};
+      const Config tried{multiprocessors, stage.tokens, splits, stage.ctas};
       if (splits > 1 && (rest == 0 || rest * splits > clusters || stages < splits * costs.least_stages ||
                          scratch_bytes(tried, rest) > args.scratch_bytes)) {
         break;
       }
       float last = rest == 0 ? 0.f : wave;
       if (splits > 1) {
-        const float sums = static_cast<float>(stage.tokens * stage.outputs) / (kTileTokens * kCtaOutputs);
+        const float sums = static_cast<float>(stage.tokens) / kTileTokens;
         last = (wave - costs.alone) / static_cast<float>(splits) + costs.alone + costs.split +
                sums * (costs.sums + static_cast<float>(splits - 2) * costs.more);
       }

@@ -21,7 +21,7 @@ struct WaveParams {
   int waves, rest, splits;  // rest: tiles of the last wave
   int more;                 // stages of who adds a shared tile's sums, while the others leave theirs
   Divisor of_rest, of_splits;
-  uint64_t* arrived;  // [rest, splits - 1, CTAs of a cluster, strips]: handed over
+  uint64_t* arrived;  // [rest, splits - 1, CTAs of a cluster, kWarpgroups]: handed over
   float4* partial;    // the same, and [whole kGatheredRows of tokens / 8, 128]
 };
 
@@ -62,18 +62,17 @@ struct Waves : RowsOf<kHeights> {
     const Place place = params.places.at(in_batch);
     tile.first = place.row * params.tokens;
     tile.rows = static_cast<int>(min(args.m - tile.first, int64_t{params.tokens}));
-    tile.n0 = (static_cast<int64_t>(place.column) * cta_count + rank) * RowsOf<kHeights>::kOutputs;
+    tile.n0 = (static_cast<int64_t>(place.column) * cta_count + rank) * kOutputs;
     return tile;
   }
 
   // Of the rows that there are, kGathered at a time.
   template <int kSums>
-  __device__ bool gather(const Tile& tile, const Consumer& me, int strip, float (&sums)[kSums]) const {
+  __device__ bool gather(const Tile& tile, const Consumer& me, float (&sums)[kSums]) const {
     constexpr int kOfRows = kGatheredRows / 8;  // vectors of a thread
     if (tile.end_stage - tile.first_stage == params.stages) return true;
     const auto slice_of = [&](int split) {
-      const int of_split = (tile.rest * (params.splits - 1) + split) * cta_count + rank;
-      return of_split * (RowsOf<kHeights>::kOutputs / kTileN) + strip;
+      return ((tile.rest * (params.splits - 1) + split) * cta_count + rank) * kWarpgroups + me.warpgroup;
     };
     const auto partial_of = [&](int split) {
       const int64_t from = int64_t{slice_of(split)} * (ceil_div(params.tokens, kGatheredRows) * kOfRows * 128);
@@ -124,7 +123,7 @@ cudaError_t launch_waves(const MatmulArgs& args, const Config& config, int stage
   walk.tokens = config.tokens;
   walk.stages = stages;
   const int token_tiles = static_cast<int>(ceil_div(args.m, config.tokens));
-  const int output_tiles = static_cast<int>(ceil_div(args.n, config.ctas * Source::kOutputs));
+  const int output_tiles = static_cast<int>(ceil_div(args.n, config.ctas * kOutputs));
   walk.of_batch = Divisor(token_tiles * output_tiles);
   walk.places = tiles::Places(token_tiles, output_tiles);
   const int64_t tiles = args.batch * token_tiles * output_tiles;
@@ -135,9 +134,9 @@ cudaError_t launch_waves(const MatmulArgs& args, const Config& config, int stage
   walk.more = stages >= 8 * config.splits ? kMoreStages : 0;
   walk.of_rest = Divisor(walk.rest);
   walk.of_splits = Divisor(walk.splits);
-  const int64_t slices = int64_t{walk.rest} * (config.splits - 1) * config.ctas * Source::kOutputs / kTileN;
+  const int64_t words = int64_t{walk.rest} * (config.splits - 1) * config.ctas * kWarpgroups;
   if (walk.rest * walk.splits > clusters || walk.splits > stages ||
-      slices * static_cast<int64_t>(sizeof(uint64_t)) > kArrivedBytes ||
+      words * static_cast<int64_t>(sizeof(uint64_t)) > kArrivedBytes ||
       scratch_bytes(config, walk.rest) > args.scratch_bytes) {
     return cudaErrorInvalidConfiguration;
   }
@@ -165,7 +164,6 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   const auto launch = [&](auto* source) {
     return launch_waves<std::remove_pointer_t<decltype(source)>, X>(args, config, stages, {}, map, stream);
   };
-  if (config.outputs > kCtaOutputs) return launch(static_cast<Waves<Heights::kWide>*>(nullptr));
   if (config.tokens <= kHighest<Heights::kLow>) return launch(static_cast<Waves<Heights::kLow>*>(nullptr));
   if (height_for(config.tokens, HeightsOf<Heights::kEven>{}) == config.tokens) {
     return launch(static_cast<Waves<Heights::kEven>*>(nullptr));

@@ -10,28 +10,27 @@ constexpr int kTileTokens = 256, kClusterCtas = 2, kCtaOutputs = 128;
 constexpr int kStageInputs = 64;
 
 struct Config {
-  int multiprocessors;        // to spread over
-  int tokens;                 // of a tile: 64, 144, 160, 168, ..., kTileTokens; in convolutions whole 64
-  int splits;                 // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
-  int ctas = kClusterCtas;    // of a cluster; 1 in convolutions alone
-  int outputs = kCtaOutputs;  // of a CTA
+  int multiprocessors;      // to spread over
+  int tokens;               // of a tile: 64, 144, 160, 168, ..., kTileTokens; in convolutions whole 64
+  int splits;               // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
+  int ctas = kClusterCtas;  // of a cluster; 1 in convolutions alone
 };
 
-// Scratch that sharing each of `rest` tiles takes: what says that sums are there, and those of all clusters but the
-// last.
-constexpr int64_t kArrivedBytes = 8192;
+// Scratch that sharing each of `rest` tiles takes: the sums of all clusters but the last, and what says that they are
+// there.
+constexpr int64_t kArrivedBytes = 4096;
 constexpr int kGatheredRows = 64;  // tokens whose sums are shared at a time
 constexpr int64_t scratch_bytes(const Config& config, int64_t rest) {
   const int64_t tokens = ceil_div(config.tokens, kGatheredRows) * kGatheredRows;
-  const int64_t sums = rest * (config.splits - 1) * config.ctas * config.outputs * tokens;
+  const int64_t sums = rest * (config.splits - 1) * config.ctas * kCtaOutputs * tokens;
   return config.splits == 1 ? 0 : kArrivedBytes + 4 * sums;
 }
 
 // What products in tiles take, in microseconds.
 struct Costs {
   struct Stage {
-    int ctas, outputs, tokens;  // of a tile, its outputs those of a CTA
-    float us;                   // of 64 inputs, while all multiprocessors work
+    int ctas, tokens;  // of a tile
+    float us;          // of 64 inputs, while all multiprocessors work
   };
   const Stage* stages;
   int stage_count;
@@ -40,9 +39,6 @@ struct Costs {
   float split, sums, more;        // what sharing adds; of the sums of 256 tokens for two clusters, and for one more
   int most_splits, least_stages;  // of a cluster
 };
-
-// Whether CTAs of twice kCtaOutputs, for up to 128 tokens, take `args`: four bits without zeros.
-bool has_wide(const MatmulArgs& args);
 
 // Sets the configuration that is expected to be fastest for `stages` stages of inputs and the scratch that there is;
 // returns the microseconds that it should take.

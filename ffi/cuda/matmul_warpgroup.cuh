@@ -77,6 +77,7 @@ struct Params {
   int teams;                // 2: two clusters share a tile's inputs; the first, which starts before, leaves its sums
   uint64_t* arrived;        // [tile, rank, warpgroup]: handed over
   float4* partial;          // [tile, rank, sums that the rank finishes]
+  bool paired;              // a cluster is two CTAs of neighbouring outputs, which copy the tokens for each other
 };
 
 // The scales and shifts only where groups are smaller than a stage; `last` for a tile that is not full: the engine
@@ -123,6 +124,7 @@ struct Shape {
   static constexpr int kRows = kWarpgroups * kTileN;
   static constexpr bool kTeams =
       has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
+  static constexpr bool kPairs = kTeams && kRounded && kTokens >= 96 && kTokens % 16 == 0 && kArrivals == 1;
   // After those of outputs one warpgroup produces; more add activations up, in turns.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
@@ -413,23 +415,26 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
   // By a warp that has nothing else to do, and first: copies wait for it.
   constexpr int producers = S::Source::producers(S::kWarpgroups);
+  const bool paired = S::kPairs && params.paired;
   if (threadIdx.x == S::kThreads - 32) {
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + i, producers);
-      ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals);
+      ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals * (paired ? 2 : 1));
       if (S::kSums) ptx::barrier_init(summed + i, 4 * kArrivals);
     }
     // That of the sums: bytes from the rest of the cluster, and the warps that write this CTA's own.
     ptx::barrier_init(received, 1 + S::kWarpgroups * 4 * kArrivals);
     ptx::barrier_init_fence();
   }
+  if (paired) ptx::cluster_arrive();
   const MatmulArgs& args = params.args;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   // No division that the first copies would wait for.
-  const int rank = ptx::cluster_rank();
+  const int of_cluster = ptx::cluster_rank(), rank = paired ? 0 : of_cluster;
   int token_tile;  // tiles of the same weights run together
-  const int row_block = params.token_tiles.divide(static_cast<int>(blockIdx.x), &token_tile);
+  int row_block = params.token_tiles.divide(static_cast<int>(blockIdx.x) >> paired, &token_tile);
+  if (paired) row_block = 2 * row_block + of_cluster;
   const int m0 = token_tile * S::kTokens;
   const int n0 = row_block * S::kRows;
   const int64_t batch = S::kTeams && params.teams > 1 ? 0 : blockIdx.z;
@@ -459,6 +464,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int tokens = min(S::kTokens, static_cast<int>(args.m) - m0);
   const int token_blocks = (tokens + 7) / 8;
   const CUtensorMap* const x_map = tokens < S::kTokens ? &maps.last : &maps.x;
+  const int half_rows = (tokens + 15) / 16 * 8;  // that one of a pair copies
   if (S::kSums && threadIdx.x < S::kFlushes * kOnesBytes / 16) {
     const uint32_t ones = threadIdx.x % S::kFlushes != threadIdx.x / 8 ? 0u : C::kBf16 ? 0x3f803f80u : 0x3c003c00u;
     reinterpret_cast<uint4*>(shared + kOnesAt)[threadIdx.x] = {ones, ones, ones, ones};
@@ -470,7 +476,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     ptx::lower_registers<S::kProducerRegisters>();
     // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share
     // memory channels: each begins somewhere else in its run, and wraps around. The golden ratio spreads any number.
-    const int rotation = static_cast<int>(__umulhi(static_cast<uint32_t>(row_block) * 0x9e3779b9u, stage_count));
+    const int rotation =
+        static_cast<int>(__umulhi(static_cast<uint32_t>(row_block >> paired) * 0x9e3779b9u, stage_count));
     const auto stage_at = [&](int index) {
       const int at = index + rotation;
       return first_stage + (at < stage_count ? at : at - stage_count);
@@ -487,7 +494,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const int shift_row_bytes = outputs * shift_size;
     RingPosition<S::kStages> at;
     // Those who copy meet the others when they have at hand what the first copies are asked for with.
-    if (producer >= producers) __syncthreads();
+    if (producer >= producers) {
+      __syncthreads();
+      if (paired) ptx::cluster_wait();
+    }
     if (S::Source::kWindows && producer < producers) {
       if constexpr (S::Source::kWindows) {
         const typename S::Source::template Copies<S> copies(params, x_map, tokens, producer, row_tiles, n0, m0);
@@ -500,6 +510,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     } else if (producer < producers) {
       const bool copies_x = producer == S::Source::kProducer;
       __syncthreads();
+      if (paired) ptx::cluster_wait();
       if (S::Source::kPieces > 1 && copies_x) ptx::wait_for_last_kernel();
 #pragma unroll 1
       for (int index = 0; index < stage_count; ++index, at.advance()) {
@@ -511,15 +522,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const int tile_bytes = min(S::kTiles, k_tiles - stage * S::kTiles) * kTileBytes;
         const int factors =
             S::kFlushes > 1 ? stage_groups * S::kRows * (scale_size + shift_size) : scale_row_bytes + shift_row_bytes;
-        const int mine = copies_x                   ? S::Source::kPieces * tokens * (kStageK * 2)
-                         : producer == 1 && grouped ? factors
-                                                    : 0;
+        const int rows = paired ? 2 * half_rows : tokens;
+        const int mine = copies_x ? S::Source::kPieces * rows * (kStageK * 2) : producer == 1 && grouped ? factors : 0;
         ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
         if (producer < row_tiles) {
           ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
                          words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
         }
-        if (copies_x) {
+        if (paired && copies_x) {
+          const int first = of_cluster * half_rows;
+          uint8_t* const x = to + first * 128;
+          ptx::tensor_copy_3d_multicast(x, x_map, stage * kStageK, m0 + first, x_batch, done, 3);
+          ptx::tensor_copy_3d_multicast(x + S::kHalfBytes, x_map, stage * kStageK + 64, m0 + first, x_batch, done, 3);
+        } else if (copies_x) {
 #pragma unroll
           for (int piece = 0; piece < S::Source::kPieces; ++piece) {
             const int of_piece = piece * (args.x_batch_stride == 0 ? 1 : static_cast<int>(args.batch)) + x_batch;
@@ -589,7 +604,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
     }
     __syncwarp();
-    if (params.cluster > 1) ptx::cluster_meet();
+    if (params.cluster > 1 || paired) ptx::cluster_meet();
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
     const int warpgroup = warp / 4;
@@ -642,15 +657,23 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     // Where this lane's words and its outputs' scales and shifts are in a stage. In registers: the compiler would find
     // them again for each.
     const int shifts_at = S::kRounded && !S::kZeros ? offsets_at + row * 2 : S::kShiftsAt + row * shift_size;
+    const bool arrives_here = S::kPairs ? lane <= paired : ptx::arrives(lane);
     int own[4] = {S::kWeightsAt + warpgroup * S::kTiles * kTileBytes + warp % 4 * (kAtomWords * 4) + lane * 16,
-                  S::kScalesAt + row * scale_size, shifts_at, ptx::arrives(lane)};
+                  S::kScalesAt + row * scale_size, shifts_at, arrives_here};
     ptx::keep(own);
     const int own_words = own[0], own_scales = own[1], own_shifts = own[2];
     const bool releases = own[3] != 0;
-    const auto release = [&](int slot) {
+    // Of a pair, lane 0 to the one and lane 1 to the other.
+    const uint32_t empty_at = ptx::address_at_rank(empty, paired ? lane & 1 : of_cluster);
+    const auto arrive = [&](int slot, bool arrives) {
       __syncwarp();
-      ptx::barrier_arrive_if(empty + slot, releases);
+      if constexpr (S::kPairs) {
+        ptx::barrier_arrive_at_if(empty_at + slot * static_cast<int>(sizeof(uint64_t)), arrives);
+      } else {
+        ptx::barrier_arrive_if(empty + slot, arrives);
+      }
     };
+    const auto release = [&](int slot) { arrive(slot, releases); };
     // Loads come some instructions before what they are for.
     const auto load_unit = [&](const uint8_t* data, int unit) {
       if (!kShared || unit % 2 == 0) {
@@ -780,6 +803,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     };
 
     __syncthreads();
+    if (paired) ptx::cluster_wait();
     const uint8_t* data = stage_data();
     if (stage_count > 0) {
       wait_full();
@@ -789,7 +813,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     if constexpr (S::kRounded) {
       // One unit is converted while the tensor cores work on the one before. Each instruction here holds those up, and
       // branches most.
-      uint64_t* done = empty;  // of the stage before, which there is none of at first
+      int done = 0;  // the slot of the stage before, which there is none of at first
       bool arrives = false;
       const uint64_t first_x = ptx::wgmma_descriptor(ring);
       const uint32_t high = first_x >> 32, low = static_cast<uint32_t>(first_x);
@@ -798,11 +822,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         load_unit(data, 1);
         multiply_unit(x, 0, acc);
         ptx::wgmma_wait<1>();
-        __syncwarp();
-        ptx::barrier_arrive_if(done, arrives);
+        arrive(done, arrives);
         convert_unit(1);
         multiply_unit(x, 1, acc);
-        done = empty + at.slot;
+        done = at.slot;
         arrives = releases;
         at.advance();
         data = stage_data();
@@ -920,7 +943,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const tiles::ConsumerOf<S::kWarpgroups> me{warpgroup, warp % 4};
     float bias[2] = {};
     if (lines && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
-    if (params.cluster > 1) {
+    if (params.cluster > 1 || paired) {
       ptx::cluster_meet();
     } else {
       asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
@@ -1153,8 +1176,8 @@ cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, i
   shape.grid = dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(config.cluster),
                     static_cast<unsigned>(std::max<int64_t>(args.batch, config.teams)));
   shape.threads = S::kThreads;
-  shape.cluster = config.cluster;
-  shape.cluster_along_y = true;
+  shape.cluster = params.paired ? 2 : config.cluster;
+  shape.cluster_along_y = !params.paired;
   shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
   shape.early = S::Source::kPieces > 1;
   if (S::kCtas > 1 && shape.grid.x * shape.grid.y * shape.grid.z <= static_cast<unsigned>(config.multiprocessors)) {
@@ -1166,7 +1189,7 @@ cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, i
 }
 
 template <typename S>
-cudaError_t launch_shape(const typename S::Source::Params& params, const Config& config, cudaStream_t stream) {
+cudaError_t launch_shape(typename S::Source::Params params, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   MatmulArgs x = args;
   if (S::Source::kPieces > 1) {
@@ -1176,8 +1199,13 @@ cudaError_t launch_shape(const typename S::Source::Params& params, const Config&
     x.x_batch_stride = args.m * args.k;
   }
   Maps maps;
+  // Where nearly all multiprocessors copy activations from the L2, which that binds; fewer gain nothing.
+  const int64_t row_blocks = ceil_div(args.n, S::kRows);
+  const int64_t ctas = args.batch * row_blocks * ceil_div(args.m, S::kTokens);
+  params.paired = S::kPairs && config.cluster == 1 && config.teams == 1 && row_blocks % 2 == 0 &&
+                  4 * ctas >= 3 * config.multiprocessors;
   cudaError_t error = describe_blocks(args.m, S::kTokens, &maps.x, &maps.last, [&](int tokens, CUtensorMap* map) {
-    return describe_activations(x, tokens, map);
+    return describe_activations(x, params.paired ? (tokens + 15) / 16 * 8 : tokens, map);
   });
   if (error != cudaSuccess) return error;
   if (S::kFlushes > 1) {

@@ -14,6 +14,7 @@
 namespace wonly::ragged_tiled {
 
 using tiled::kCluster;
+using tiled::kOutputs;
 using tiled::kStageK;
 using tiled::Tile;
 static_assert(kTileRows == tiled::kTileRows);
@@ -103,7 +104,7 @@ struct Spans : tiled::Rows {
   }
 
   template <int kSums>
-  __device__ bool gather(const Tile&, const tiled::Consumer&, int, float (&)[kSums]) const {
+  __device__ bool gather(const Tile&, const tiled::Consumer&, float (&)[kSums]) const {
     return true;
   }
 
@@ -119,7 +120,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const ragged::Work& work, int m
   tiled::Params<Spans> params{};
   params.args = args;
   params.log2_group_blocks = log2_group_blocks(args);
-  params.source = {work, static_cast<int>(ceil_div(args.n, kCluster * Spans::kOutputs)),
+  params.source = {work, static_cast<int>(ceil_div(args.n, kCluster * kOutputs)),
                    static_cast<int>(ceil_div(args.k, kStageK))};
   const int64_t tiles = ragged::most_tiles(work) * params.source.output_tiles;
   LaunchShape shape;

@@ -40,14 +40,14 @@ namespace wonly::tiled {
 constexpr int kStageK = kStageInputs;
 constexpr int kSteps = kStageK / 16;
 constexpr int kTileRows = kTileTokens;
-using tiles::Consumer, tiles::kThreads, tiles::kWarpgroups, tiles::Place, tiles::place_of;
+using tiles::Consumer, tiles::kOutputs, tiles::kThreads, tiles::kWarpgroups, tiles::Place, tiles::place_of;
 constexpr int kCluster = kClusterCtas;
-static_assert(tiles::kOutputs == kCtaOutputs && kCluster == tiles::kCluster);
-constexpr int kAffineWarps = 2;       // of the producer's
-constexpr int kBoxRows = 32;          // of the tensor copy engine
-constexpr int kStagedRows = 32;       // that a warpgroup writes at a time, as float32
-constexpr int kPlacedRows = 64;       // or as 16 bits, where they may lie anywhere
-constexpr int kConsumersBarrier = 3;  // of both warpgroups, beside those of each
+static_assert(kOutputs == kCtaOutputs && kCluster == tiles::kCluster);
+constexpr int kAffineWarps = kOutputs / 64;  // of the producer's, two outputs per lane
+constexpr int kBoxRows = 32;                 // of the tensor copy engine
+constexpr int kStagedRows = 32;              // that a warpgroup writes at a time, as float32
+constexpr int kPlacedRows = 64;              // or as 16 bits, where they may lie anywhere
+constexpr int kConsumersBarrier = 3;         // of both warpgroups, beside those of each
 static_assert(kStagedRows * tiles::kStagedStride * 4 >= kPlacedRows * kTileN * 2);
 
 // Rows of activations and the cluster's outputs, to be summed over stages first_stage .. end_stage - 1.
@@ -62,13 +62,11 @@ struct Tile {
 
 // The heights that a kernel multiplies, in rising order. More of them in one kernel leave `ptxas` short of registers,
 // and low ones have room for more stages.
-enum class Heights { kWhole, kWide, kLow, kMiddle, kHigh, kEven };
+enum class Heights { kWhole, kLow, kMiddle, kHigh, kEven };
 template <Heights>
 struct HeightsOf;
 template <>
 struct HeightsOf<Heights::kWhole> : std::integer_sequence<int, 64, 128, 192, 256> {};
-template <>
-struct HeightsOf<Heights::kWide> : std::integer_sequence<int, 64, 128> {};
 template <>
 struct HeightsOf<Heights::kLow> : std::integer_sequence<int, 64, 144, 160> {};
 template <>
@@ -100,10 +98,8 @@ template <Heights kHeights_>
 struct RowsOf {
   using Tile = tiled::Tile;  // or what has more for the source's own use
   static constexpr Heights kHeights = kHeights_;
-  static constexpr int kStrips = kHeights == Heights::kWide ? 2 : 1;  // of 64 outputs, of a warpgroup
-  static constexpr int kOutputs = kWarpgroups * kStrips * kTileN;     // of a CTA
-  static constexpr bool kSkipsTaps = false;                           // whether a tile may have some of the taps alone
-  static constexpr bool kLoadsRows = true;                            // whether `row` loads from memory
+  static constexpr bool kSkipsTaps = false;  // whether a tile may have some of the taps alone
+  static constexpr bool kLoadsRows = true;   // whether `row` loads from memory
 
   // A stage of a tile: which tap of the weights, and which 64 inputs of it.
   struct Walk {
@@ -149,11 +145,9 @@ struct Shape {
   static constexpr int kBits = kBits_;
   static constexpr bool kZeros = kCodes == Codes::kWithZeros, kTable = kCodes == Codes::kOfTable;
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
-  static constexpr int kStrips = Source::kStrips, kOutputs = Source::kOutputs;
-  static constexpr int kTileRows = tiled::kTileRows / kStrips;
   static constexpr int kXBytes = whole_boxes(kHighest<Source::kHeights>) * kStageK * 2;
-  static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a strip
-  static constexpr int kAffineAt = kXBytes + kWarpgroups * kStrips * kWeightBytes;
+  static constexpr int kWeightBytes = kTiles * kTileBytes;  // of a warpgroup
+  static constexpr int kAffineAt = kXBytes + kWarpgroups * kWeightBytes;
   static constexpr int kStageBytes = kAffineAt + 2 * kOutputs * static_cast<int>(sizeof(Affine));
   static constexpr int kStagedBytes = kWarpgroups * kStagedRows * tiles::kStagedStride * 4;
   static constexpr int kFit =
@@ -188,7 +182,7 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
       ring.advance();
       continue;
     }
-    const tiles::Strips<S::kBits, S::kTiles, kWarpgroups * S::kStrips> strips(args, tile.weights, tile.n0);
+    const tiles::Strips<S::kBits, S::kTiles> strips(args, tile.weights, tile.n0);
     auto walk = source.walk(tile, rank);
     if (activations) {
       const int columns = source.columns(tile);
@@ -212,7 +206,7 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
           const int bytes = strips.bytes(walk.stage);
           ptx::barrier_expect(ring.filled(), strips.count * bytes);  // none beyond the last output
 #pragma unroll
-          for (int i = 0; i < kWarpgroups * S::kStrips; ++i) {
+          for (int i = 0; i < kWarpgroups; ++i) {
             if (i < strips.count)
               ptx::bulk_copy(to + i * S::kWeightBytes, from + i * strip_words, bytes, ring.filled());
           }
@@ -255,8 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kWarpgroups * 4 || warp == kWarpgroups * 4 + kAffineWarps + 1) {
       copy_stages<S>(params, source, x_map, ring, count, rank, warp == kWarpgroups * 4);
     } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
-      constexpr int kEach = S::kOutputs / kAffineWarps / 32;  // outputs of a lane
-      const int first = (warp - kWarpgroups * 4 - 1) * kEach * 32 + lane;
+      const int first = (warp - kWarpgroups * 4 - 1) * 64 + lane;
       const int sets = params.log2_group_blocks == 0 ? 2 : 1, groups = static_cast<int>(args.groups);
       // Factors are made once for a group. Scales and shifts of the next stage are on their way from memory while those
       // of this one are used. The types are known to the compiler: every instruction of these lone warps counts.
@@ -285,18 +278,18 @@ __global__ void __launch_bounds__(kThreads, 1)
             return params.log2_group_blocks < 0 ? 0 : 2 * walk.stage >> params.log2_group_blocks;
           };
           int of_tap = group_of_tap(), next = walk.tap * groups + of_tap;
-          const Scale* scales[kEach];
-          const Shift* shifts[kEach];
+          const Scale* scales[2];
+          const Shift* shifts[2];
 #pragma unroll
-          for (int i = 0; i < kEach; ++i) {
+          for (int i = 0; i < 2; ++i) {
             const int64_t at = next * args.n + min(tile.n0 + first + 32 * i, args.n - 1);
             scales[i] = static_cast<const Scale*>(args.scales) + tile.weights * args.scales_batch_stride + at;
             if constexpr (kShift) {
               shifts[i] = static_cast<const Shift*>(args.shift) + tile.weights * args.shift_batch_stride + at;
             }
           }
-          Scale scale[2][kEach];
-          Shift shift[2][kEach];
+          Scale scale[2][2];
+          Shift shift[2][2];
           const auto fetch = [&] {
             if (next >= source.taps() * groups) return;
             const int fetched = min(sets, groups - of_tap);
@@ -305,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1)
               if (set >= sets) break;
               const int64_t from = set < fetched ? set * args.n : 0;
 #pragma unroll
-              for (int i = 0; i < kEach; ++i) {
+              for (int i = 0; i < 2; ++i) {
                 scale[set][i] = scales[i][from];
                 if constexpr (kShift) shift[set][i] = shifts[i][from];
               }
@@ -317,13 +310,13 @@ __global__ void __launch_bounds__(kThreads, 1)
             }
             next += step;
 #pragma unroll
-            for (int i = 0; i < kEach; ++i) {
+            for (int i = 0; i < 2; ++i) {
               scales[i] += step * args.n;
               if constexpr (kShift) shifts[i] += step * args.n;
             }
           };
           fetch();
-          Affine affine[kEach];
+          Affine affine[2];
           for (int stage = tile.first_stage, made = -1; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
             ring.wait_empty();
             Affine* to = reinterpret_cast<Affine*>(ring.stage() + S::kAffineAt) + first;
@@ -332,9 +325,9 @@ __global__ void __launch_bounds__(kThreads, 1)
             for (int set = 0; set < 2; ++set) {
               if (set >= sets) break;
 #pragma unroll
-              for (int i = 0; i < kEach; ++i) {
+              for (int i = 0; i < 2; ++i) {
                 if (group != made) affine[i] = affine_of(to_float(scale[set][i]), shift[set][i]);
-                to[set * S::kOutputs + 32 * i] = affine[i];
+                to[set * kOutputs + 32 * i] = affine[i];
               }
             }
             if (group != made) fetch();
@@ -369,10 +362,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         reinterpret_cast<float*>(shared + S::kStagedAt) + me.warpgroup * kStagedRows * tiles::kStagedStride;
     const bool plain = args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
     // Where this lane's words are in a stage, and the factors of its outputs for each half, which may be the same.
-    const int own_factors =
-        S::kAffineAt + (me.warpgroup * S::kStrips * kTileN + me.row()) * static_cast<int>(sizeof(Affine));
-    const int second_half = params.log2_group_blocks == 0 ? S::kOutputs * static_cast<int>(sizeof(Affine)) : 0;
-    int own[3] = {S::kXBytes + me.warpgroup * S::kStrips * S::kWeightBytes + me.thread() * 16, own_factors,
+    const int own_factors = S::kAffineAt + (me.warpgroup * kTileN + me.row()) * static_cast<int>(sizeof(Affine));
+    const int second_half = params.log2_group_blocks == 0 ? kOutputs * static_cast<int>(sizeof(Affine)) : 0;
+    int own[3] = {S::kXBytes + me.warpgroup * S::kWeightBytes + me.thread() * 16, own_factors,
                   own_factors + second_half};
     ptx::keep(own);
     const uint64_t first_x = ptx::wgmma_descriptor(ring.stages);
@@ -389,33 +381,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     // The products of a tile's stages, of so many columns.
-    const auto multiply = [&](const typename Source::Tile& tile, float (&sums)[S::kStrips][S::kTileRows / 2],
-                              auto columns) {
+    const auto multiply = [&](const typename Source::Tile& tile, float (&sums)[kTileRows / 2], auto columns) {
       constexpr int kColumns = columns.value;
-      float acc[S::kStrips][kColumns / 2] = {};
+      float acc[kColumns / 2] = {};
       ByteTable table{};
       if constexpr (S::kTable) {
         table = C::table(static_cast<const float*>(args.shift) + tile.weights * args.shift_batch_stride);
       }
-      Affine affine[2][2];  // of the halves of a stage's inputs, and of the outputs row and row + 8
-      // Codes of a strip in a stage, which has landed: one vector of each of its packed tiles.
+      Affine affine[2][2];  // of the halves of a stage, and of the outputs row and row + 8
+      // Codes of a stage, which has landed: one vector of each of its packed tiles.
       uint4 words[S::kTiles];
-      const auto load = [&](int strip) {
-        const uint8_t* const data = ring.stage();
-#pragma unroll
-        for (int i = 0; i < S::kTiles; ++i) {
-          words[i] = *reinterpret_cast<const uint4*>(data + own[0] + strip * S::kWeightBytes + i * kTileBytes);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            affine[half][i] = reinterpret_cast<const Affine*>(data + own[1 + half])[strip * kTileN + 8 * i];
-          }
-        }
-      };
-      // The weights of half a stage's inputs as A operands.
-      const auto convert_inputs = [&](int half, uint32_t (*to)[4]) {
+      // Half a stage's weights as A operands.
+      const auto convert_half = [&](int half, uint32_t (&to)[kSteps / 2][4]) {
 #pragma unroll
         for (int part = 0; part < S::kTiles; ++part) {  // of 32 inputs for int4, 16 for int8
           const uint4& four = words[S::kBits == 4 ? 0 : half];
@@ -430,36 +407,32 @@ __global__ void __launch_bounds__(kThreads, 1)
           }
         }
       };
-      // Half a stage is half of its inputs, or one of two strips.
-      constexpr int kHalfSteps = kSteps * S::kStrips / 2;
-      const auto convert_half = [&](int half, uint32_t (&to)[kHalfSteps][4]) {
-        if constexpr (S::kStrips == 1) {
-          convert_inputs(half, to);
-        } else {
-          if (half == 1) load(1);
-          convert_inputs(0, to);
-          convert_inputs(1, to + kSteps / 2);
-        }
-      };
-      const auto multiply_half = [&](int half, const uint32_t (&with)[kHalfSteps][4]) {
+      const auto multiply_half = [&](int half, const uint32_t (&with)[kSteps / 2][4]) {
         const uint64_t x =
             static_cast<uint64_t>(high_x) << 32 | (low_x + static_cast<uint32_t>(ring.at.slot) * (S::kStageBytes >> 4));
-        const int first = S::kStrips == 1 ? half * kHalfSteps : 0;
-        auto& to = acc[S::kStrips == 1 ? 0 : half];
 #pragma unroll
-        for (int i = 0; i < kHalfSteps; ++i) {
-          const uint64_t operand_x = x + ((first + i) * 32 >> 4);
+        for (int i = 0; i < kSteps / 2; ++i) {
+          const uint64_t operand_x = x + ((half * kSteps / 2 + i) * 32 >> 4);
           if constexpr (C::kBf16) {
-            ptx::Wgmma<kColumns>::bf16(to, with[i], operand_x, true);
+            ptx::Wgmma<kColumns>::bf16(acc, with[i], operand_x, true);
           } else {
-            ptx::Wgmma<kColumns>::f16(to, with[i], operand_x, true);
+            ptx::Wgmma<kColumns>::f16(acc, with[i], operand_x, true);
           }
         }
       };
-      // All that is needed to convert the codes of the stage that comes next, of its first strip.
+      // All that is needed to convert the codes of the stage that comes next.
       const auto prepare = [&] {
         ring.wait_full();
-        load(0);
+        const uint8_t* const data = ring.stage();
+#pragma unroll
+        for (int i = 0; i < S::kTiles; ++i) {
+          words[i] = *reinterpret_cast<const uint4*>(data + own[0] + i * kTileBytes);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) affine[half][i] = reinterpret_cast<const Affine*>(data + own[1 + half])[8 * i];
+        }
       };
 
       prepare();
@@ -468,7 +441,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (kColumns > 128 && kColumns <= 176) {
         // A whole stage is converted while the one before is multiplied: half of one is too little work for that. Of
         // more columns it is not, and they leave fewer registers.
-        uint32_t codes[2][2][kHalfSteps][4];
+        uint32_t codes[2][2][kSteps / 2][4];
         int slot = 0;
         convert_half(0, codes[0][0]);
         convert_half(1, codes[0][1]);
@@ -496,7 +469,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         release(slot, true);
       } else {
         for (;;) {
-          uint32_t first[kHalfSteps][4], second[kHalfSteps][4];
+          uint32_t first[kSteps / 2][4], second[kSteps / 2][4];
           convert_half(0, first);
           ptx::wgmma_fence();
           multiply_half(0, first);
@@ -517,23 +490,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::wgmma_wait<0>();
         release(last_slot, true);
       }
+      ptx::keep(acc);
 #pragma unroll
-      for (int strip = 0; strip < S::kStrips; ++strip) {
-        ptx::keep(acc[strip]);
-#pragma unroll
-        for (int i = 0; i < S::kTileRows / 2; ++i) {
-          sums[strip][i] = i < kColumns / 2 ? acc[strip][i < kColumns / 2 ? i : 0] : 0.f;
-        }
-      }
+      for (int i = 0; i < kTileRows / 2; ++i) sums[i] = i < kColumns / 2 ? acc[i < kColumns / 2 ? i : 0] : 0.f;
     };
 
     // What follows, of the rows that there are: one function for all numbers of columns, which would take most of the
     // time to compile.
-    const auto finish_strip = [&](const typename Source::Tile& tile, int strip, float (&acc)[S::kTileRows / 2],
-                                  bool last) {
-      const int of_cta = me.warpgroup * S::kStrips + strip;
-      const int64_t n0 = tile.n0 + of_cta * kTileN;
-      if (n0 >= args.n || !source.gather(tile, me, of_cta, acc)) return;
+    const auto finish_tile = [&](const typename Source::Tile& tile, float (&acc)[kTileRows / 2], bool last) {
+      const int64_t n0 = tile.n0 + me.warpgroup * kTileN;
+      if (n0 >= args.n || !source.gather(tile, me, acc)) return;
       if (plain) {
         float bias[2] = {};
         if (args.has_bias) me.load_bias(args, tile.weights, n0, bias);
@@ -542,15 +508,14 @@ __global__ void __launch_bounds__(kThreads, 1)
                            from_float<X>(fmaf(acc[i + 1], 1.f / C::kUnit, bias[i % 4 / 2])));
         };
         uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
-        float* const of_all = reinterpret_cast<float*>(ring.stages + of_cta * S::kTileRows * kTileN * 2);
+        float* const of_all = reinterpret_cast<float*>(ring.stages + me.warpgroup * kTileRows * kTileN * 2);
         const auto store = [&](auto&& place_of) {
-          me.store_placed<S::kTileRows, kPlacedRows>(args, y, n0, tile.rows, last ? of_all : staged, pack, place_of,
-                                                     last);
+          me.store_placed<kTileRows, kPlacedRows>(args, y, n0, tile.rows, last ? of_all : staged, pack, place_of, last);
         };
         if constexpr (Source::kLoadsRows) {
-          int places[S::kTileRows / 16];  // all on their way at once
+          int places[kTileRows / 16];  // all on their way at once
 #pragma unroll
-          for (int i = 0; i < S::kTileRows / 16; ++i) {
+          for (int i = 0; i < kTileRows / 16; ++i) {
             if (i % (kPlacedRows / 16) == 0 && 16 * i >= tile.rows) break;
             places[i] = static_cast<int>(source.row(tile, min(16 * i + me.stored_row(), tile.rows - 1)));
           }
@@ -561,10 +526,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         return;
       }
       const auto sums = [&](int i) { return make_float2(acc[i] * (1.f / C::kUnit), acc[i + 1] * (1.f / C::kUnit)); };
-      me.store<S::kTileRows, kStagedRows>(args, n0, tile.rows, staged, sums,
-                                          [&](int i, int64_t n, const float (&values)[4]) {
-                                            finish4(args, tile.weights, source.row(tile, i), n, values);
-                                          });
+      me.store<kTileRows, kStagedRows>(args, n0, tile.rows, staged, sums,
+                                       [&](int i, int64_t n, const float (&values)[4]) {
+                                         finish4(args, tile.weights, source.row(tile, i), n, values);
+                                       });
     };
 
     for (int64_t index = 0; index < count; ++index) {
@@ -573,7 +538,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ring.wait_full();
       const typename Source::Tile tile = *ring.template note<typename Source::Tile>();
       if (tile.weights < 0) {
-        const int outputs = static_cast<int>(max(min(int64_t{S::kOutputs}, args.n - tile.n0), int64_t{0}));
+        const int outputs = static_cast<int>(max(min(int64_t{kOutputs}, args.n - tile.n0), int64_t{0}));
         for (int i = 0; i < tile.rows; ++i) {
           const int64_t to = source.row(tile, i) * args.n + tile.n0;
           if (static_cast<int>(threadIdx.x) < outputs) store_element(args.y, to + threadIdx.x, 0.f, args.y_dtype);
@@ -582,13 +547,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         ring.advance();
         continue;
       }
-      float acc[S::kStrips][S::kTileRows / 2];
+      float acc[kTileRows / 2];
       with_height(source.columns(tile), HeightsOf<Source::kHeights>{},
                   [&](auto columns) { multiply(tile, acc, columns); });
       const bool last = index + 1 == count;
       if (last) ptx::named_sync<kConsumersBarrier, kWarpgroups * 128>();  // nobody has anything in the ring any more
-#pragma unroll
-      for (int strip = 0; strip < S::kStrips; ++strip) finish_strip(tile, strip, acc[strip], last);
+      finish_tile(tile, acc, last);
     }
   }
   if (ctas > 1) ptx::cluster_meet();  // the other CTA may still copy to here
@@ -600,9 +564,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Calls `launch` with a null pointer to the kernel's shape for `args`, whose activations are of type X.
 template <typename Source, typename X, typename Launch>
 cudaError_t with_shape(const MatmulArgs& args, Launch&& launch) {
-  if constexpr (Source::kHeights == Heights::kWide) {
-    return has_wide(args) ? launch(static_cast<Shape<Source, X, 4, Codes::kNumbers>*>(nullptr)) : cudaErrorNotSupported;
-  }
   if (args.shift_mode == ShiftMode::kTable) {
     if constexpr (Source::kTables) return launch(static_cast<Shape<Source, X, 4, Codes::kOfTable>*>(nullptr));
     return cudaErrorNotSupported;

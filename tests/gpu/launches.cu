@@ -163,6 +163,8 @@ void products() {
     run(DType::kBF16, 4, 9 + scheme, 1088, 1001, 64 >> scheme % 2, scheme);  //
     run(DType::kF16, 4 + scheme % 2 * 4, 140, 192, 3070, 64, scheme);        // matmul_tiled
     run(DType::kBF16, 8 - scheme % 2 * 4, 300, 512, 2050, 32, scheme);       // several clusters for a tile
+    run(DType::kBF16, 4, 70 + 20 * scheme, 8192, 2040, 128, scheme);         // matmul_warpgroup in two teams
+    run(DType::kF16, 4, 99 + scheme * 50, 384, 12728, 128, scheme / 2 * 3);  // and with CTAs in pairs
   }
 }
 

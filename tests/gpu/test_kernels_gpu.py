@@ -181,22 +181,6 @@ def expected_configuration(m, k, n, bits, mode, x_dtype, groups) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("m", "k", "n", "splits"),
-    [(128, 512, 28680, 1), (122, 1152, 33000, 1), (128, 8192, 10248, 3), (378, 8064, 13312, 5)],
-)
-@pytest.mark.parametrize(("mode", "x_dtype"), [("symmetric", "bfloat16"), ("offsets", "float16")])
-def test_wide_tiles(rng, m, k, n, splits, mode, x_dtype):
-    """Tiles of 256 outputs and 128 tokens for each CTA of `matmul_tiled`, the last not whole, alone or shared."""
-    found = expected_configuration(m, k, n, 4, mode, x_dtype, k // 128)
-    assert found[:3] == ("matmul_tiled", 128, splits)
-    weight = random_weight(rng, k, n, group_size=128, mode=mode, scale_dtype=x_dtype)
-    x = random_x(rng, (m, k), x_dtype)
-    first = jw.matmul(x, weight.qt, implementation="cuda")
-    assert_product(first, x, weight, rounded_weights=True)
-    np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(first))
-
-
-@pytest.mark.parametrize(
     ("m", "k", "n", "bits", "mode", "x_dtype", "cluster"),
     [
         (64, 8192, 4096, 4, "symmetric", "bfloat16", 2),
@@ -224,6 +208,34 @@ def test_teams(rng, m, k, n, bits, mode, x_dtype, cluster):
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(lines(x)), np.asarray(first[0]))
         np.testing.assert_array_equal(np.asarray(single(x)), np.asarray(first[1]))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "bits", "mode", "tokens"),
+    [
+        (90, 384, 12792, 4, "symmetric", 96),
+        (111, 1024, 12800, 4, "offsets", 112),
+        (125, 1664, 12800, 4, "symmetric", 128),
+        (98, 512, 12728, 8, "offsets", 128),
+        (224, 640, 6392, 4, "symmetric", 112),
+        (245, 512, 6400, 4, "offsets", 128),
+        (350, 384, 4352, 4, "symmetric", 128),
+        (380, 384, 3584, 4, "symmetric", 96),
+    ],
+)
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+def test_pairs(rng, m, k, n, bits, mode, tokens, x_dtype):
+    """CTAs of neighbouring outputs copy the tokens for each other: one tile of tokens or more, the last not whole, with
+    stages that the ring has room for or more; whole lines and numbers one by one."""
+    found = expected_configuration(m, k, n, bits, mode, x_dtype, k // 128)
+    assert found == ("matmul_warpgroup", tokens, 2, 1, 1)
+    weight = random_weight(rng, k, n, bits=bits, group_size=128, mode=mode, scale_dtype=x_dtype)
+    x = random_x(rng, (m, k), x_dtype)
+    lines = jw.matmul(x, weight.qt, implementation="cuda")
+    assert_product(lines, x, weight, rounded_weights=True)
+    single = jw.matmul(x, weight.qt, activation="relu", implementation="cuda")
+    assert_product(single, x, weight, activation="relu", rounded_weights=True)
+    np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(lines))
 
 
 @pytest.mark.parametrize("m", [70, 100, 110, 118, 200])
