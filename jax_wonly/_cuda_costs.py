@@ -47,7 +47,7 @@ class Scheme(NamedTuple):
         """As ``warpgroup::rounds`` there."""
         if self.floats or not self.alike:
             return self.alike
-        return tokens >= 64 if self.ends > 1 else self.bits == 4 and not self.zeros and tokens >= 80
+        return tokens >= 64 if self.ends > 1 else self.bits == 4 and tokens >= (112 if self.zeros else 80)
 
 
 class Cluster(NamedTuple):

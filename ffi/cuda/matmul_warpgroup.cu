@@ -38,7 +38,7 @@ bool rounds(const MatmulArgs& args, int tokens) {
   if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   if (!is_plain(args)) return false;
   const int log2 = log2_group_blocks(args);
-  return log2 == 0 || log2 == 1 ? tokens >= 64 : args.bits == 4 && !shifted && tokens >= 80;
+  return log2 == 0 || log2 == 1 ? tokens >= 64 : args.bits == 4 && tokens >= (shifted ? 112 : 80);
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {

@@ -1252,7 +1252,7 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
     if (config.warpgroups == 2 && config.tokens == 120) return launch(t120, two);
   }
-  if constexpr (kBits == 4 && (kRounded || (kKind == Kind::kPlain && kFlushes == 1))) {
+  if constexpr (kBits == 4 && kRounded) {
     if (config.warpgroups == 2 && config.tokens == 112) return launch(t112, two);
   }
   if constexpr (kKind == Kind::kPlain) {
@@ -1274,7 +1274,9 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   if (config.tokens == 32) return launch(t32, two);
   if constexpr (kKind != Kind::kPlain || kFlushes == 1) {
     if (config.tokens == 64) return launch(t64, two);
-    if (config.tokens == 128) return launch(t128, two);
+    if constexpr (kKind != Kind::kPlain || kBits == 8) {
+      if (config.tokens == 128) return launch(t128, two);
+    }
   }
   return cudaErrorInvalidConfiguration;
 }

@@ -70,8 +70,8 @@ int64_t split_rows(const MatmulArgs& args);
 bool is_plain(const MatmulArgs& args);
 
 // Whether a CTA of so many tokens rounds weights to the type of the activations, as a dense product's are: zeros or
-// offsets of that type, which otherwise take sums of the activations, groups of 32 or 64 inputs, and four bits without
-// zeros, where that is faster. Scales are of that type, and rows in whole pieces of 16 bytes.
+// offsets of that type, which otherwise take sums of the activations, groups of 32 or 64 inputs, and four bits, where
+// that is faster. Scales are of that type, and rows in whole pieces of 16 bytes.
 bool rounds(const MatmulArgs& args, int tokens);
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream);
