@@ -60,6 +60,7 @@ SUITES = {
     "decode": [case(k, n, m) for k, n in TABLE for m in (1, 2, 4, 8, 16, 32, 64)],
     "large": [case(k, n, m) for k, n in TABLE for m in (128, 256, 512, 1024, 2048, 4096, 8192)]
     + [case(8192, 8192, m, **scheme) for m in (256, 1024, 4096) for scheme in MANY],
+    "float16": [case(k, n, m, dtype="float16") for k, n in TABLE for m in (64, 128, 256, 512, 1024, 2048)],
     "schemes": [
         case(8192, 8192, m, **scheme)
         for m in (1, 16, 64)
