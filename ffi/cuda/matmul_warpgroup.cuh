@@ -19,6 +19,10 @@
 // CTAs of a cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's
 // result does not depend on the others of a call; the size of the cluster, and with it the order of its sums, and
 // whether weights are rounded may depend on how many there are (matmul.cu).
+//
+// Where larger clusters would not all fit, two teams of clusters share a tile's inputs: the first leaves its sums in
+// scratch, and the second, whose CTAs start after the first's, waits for them and adds its own. Where no CTAs share
+// inputs, two of neighbouring outputs may share the activations: each copies half of the tokens to both.
 #pragma once
 
 #include <cuda_bf16.h>
