@@ -47,7 +47,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
   const bool any_shape = is_plain(args) || args.x_dtype == DType::kF32;
-  const bool other = args.x_dtype == DType::kF32 || !(is_plain(args) || rounds(args, kMostTokens));
+  const bool alike = args.x_dtype != DType::kF32 && (is_plain(args) || rounds(args, kMostTokens));
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
   float least = 0.f;
@@ -74,7 +74,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
       };
       compare(std::max(walking, reading) + waves * (cost.start + cluster.start), 1);
       const bool teams = costs.team > 0.f && has_teams(cost.tokens) && cost.warpgroups == 2 && cluster.ctas > 1 &&
-                         groups == 1.f && !other && args.batch == 1 && 2 * ctas <= places &&
+                         groups == 1.f && alike && args.batch == 1 && 2 * ctas <= places &&
                          team_bytes(blocks, cluster.ctas, cost.tokens) <= args.scratch_bytes;
       if (teams) {
         compare(std::max(0.5f * walking, reading) + cost.start + cluster.start + costs.team, 2);
