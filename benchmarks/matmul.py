@@ -51,6 +51,14 @@ MANY = (
     {"bits": 8},
 )
 
+# Those of them that leave other work than symmetric groups of 128 do.
+OTHER_SCHEMES = (
+    *({"mode": mode} for mode in ("integer_zeros", "offsets")),
+    {"group_size": 32},
+    {"group_size": 64},
+    {"bits": 8},
+)
+
 # Every number up to 64, then the middle and one more of what may be a kernel's tile.
 GRID = (*range(1, 65), *range(80, 257, 16), *range(97, 257, 32), *range(288, 513, 32), *range(300, 1025, 100))
 GRID = sorted({*GRID, 513, 640, 768, 897, 1024, 1281, 1536, 2048, 2500, 3000, 4096, 5555, 8192})
@@ -99,7 +107,9 @@ SUITES = {
     ]
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
-    "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE] + [case(8192, 8192, m) for m in reversed(GRID)],
+    "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE]
+    + [case(8192, 8192, m) for m in reversed(GRID)]
+    + [case(k, n, m, **scheme) for k, n in (TABLE[1], TABLE[4]) for m in MIDDLE[:12] for scheme in OTHER_SCHEMES],
     "other_architectures": [
         case(k, n, m) | {"implementation": "cuda"} for k, n in TABLE for m in (17, 32, 64, 128, 256, 512, 1024, 4096)
     ],

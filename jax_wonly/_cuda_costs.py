@@ -26,6 +26,7 @@ class Warpgroups(NamedTuple):
     # groups of 32 and 64 add to a stage, and zeros (0: no kernel for such).
     group: float
     sum: float
+    paired: float  # in the place of `stage`, of CTAs in pairs; 0: there are none
 
 
 class Scheme(NamedTuple):
@@ -47,7 +48,7 @@ class Scheme(NamedTuple):
         """As ``warpgroup::rounds`` there."""
         if self.floats or not self.alike:
             return self.alike
-        return tokens >= 64 if self.ends > 1 else self.bits == 4 and tokens >= (112 if self.zeros else 80)
+        return tokens >= (64 if self.ends > 1 else 112 if self.zeros else 80 if self.bits == 4 else 96)
 
 
 class Cluster(NamedTuple):
@@ -70,6 +71,10 @@ class Tiles(NamedTuple):
     more: float
     most_splits: int
     least_stages: int
+    small_groups: float
+    low: int
+    zeros: float
+    eight_bits: float
 
 
 class BandConv(NamedTuple):
@@ -262,7 +267,9 @@ def warpgroup_times(
             # As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
             shares = shape.shared_stage > 0 and ctas > multiprocessors
             waves = -(-ctas // (2 * places if shares else places))
-            stage = shape.shared_stage + 2 * more if shares else shape.stage + more
+            paired = shape.paired and cluster.ctas == 1 and -(-n // 128) % 2 == 0 and 4 * ctas >= 3 * multiprocessors
+            alone = shape.paired if paired else shape.stage
+            stage = shape.shared_stage + 2 * more if shares else alone + more
             walking, start = waves * stages / cluster.ctas * stage, shape.start + cluster.start
             yield (shape.tokens, shape.warpgroups, cluster.ctas, 1), max(walking, reading) + waves * start
             of_teams = shape.tokens >= TEAM_TOKENS and shape.warpgroups == 2 and scheme.alike and not scheme.split
@@ -272,10 +279,13 @@ def warpgroup_times(
 
 
 def tiled_times(
-    m: int, n: int, stages: int, batch: int, multiprocessors: int, costs: Tiles
+    m: int, n: int, stages: int, batch: int, scheme: Scheme, multiprocessors: int, costs: Tiles
 ) -> Iterator[tuple[tuple[int, int, int], float]]:
     """Of every configuration, (tokens, splits, CTAs of a cluster), of a product of ``stages`` times 64 inputs."""
+    least = costs.small_groups if scheme.ends > 1 else 0
+    of_low = scheme.zeros * costs.zeros + (scheme.bits == 8) * costs.eight_bits
     for ctas, tokens, stage in costs.stages:
+        stage = max(stage + of_low * (tokens < costs.low), least)
         clusters = multiprocessors // ctas
         waves, rest = divmod(batch * -(-m // tokens) * -(-n // (128 * ctas)), clusters)
         wave = stages * stage + costs.wave

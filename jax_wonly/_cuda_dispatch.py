@@ -294,7 +294,7 @@ def _stream(p: Product) -> float:
 
 def _tiled_times(p: Product):
     costs = _TABLE_TILED if p.table else _TILED
-    return _cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, _gpu()[1], costs)
+    return _cuda_costs.tiled_times(p.m, p.n, -(-p.k // 64), p.batch, p.scheme, _gpu()[1], costs)
 
 
 def _tiled(p: Product) -> float:
@@ -543,10 +543,10 @@ def conv_times(
     ``warpgroups`` ``("warpgroup", tokens, warpgroups, cluster)``; ``phases``: the product of the lhs_dilation.
     """
     stages = -(-taps // phases) * -(-k // 64)
-    times = _cuda_costs.tiled_times(pixels // phases, n, stages, phases, _gpu()[1], _CONV_TILES)
+    scheme = _cuda_costs.Scheme(bits)
+    times = _cuda_costs.tiled_times(pixels // phases, n, stages, phases, scheme, _gpu()[1], _CONV_TILES)
     found = {("tiled", *config): us for config, us in times}
     if warpgroups:
-        scheme = _cuda_costs.Scheme(bits)
         times = _cuda_costs.warpgroup_times(pixels, taps * k, n, 1, scheme, _gpu()[1], _CONV_WARPGROUPS)
         found |= {("warpgroup", *config): us for (*config, _), us in times}
     return found

@@ -44,8 +44,9 @@ def test_heights_of_some_schemes():
         for (tokens, *_), _ in _cuda_costs.warpgroup_times(100, 4096, 4096, 1, scheme, 132, numbers):
             offered.add((tokens, bits, ends > 1, zeros))
     schemes = {tokens: {row[1:] for row in offered if row[0] == tokens} for tokens, *_ in offered}
-    assert schemes[80] == schemes[104] == schemes[120] == {(4, False, False)}
-    assert schemes[112] == {row for row in schemes[96] | schemes[128] if row[0] == 4}
+    assert schemes[80] == schemes[104] == schemes[120] == schemes[144] == schemes[160] == {(4, False, False)}
+    assert schemes[112] == schemes[128] == schemes[136] == schemes[152] == schemes[96]
+    assert schemes[176] == {row for row in schemes[96] if row[0] == 4}
 
 
 def test_fit_finds_what_was_measured(fit_costs):

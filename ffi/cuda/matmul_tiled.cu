@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/matmul_tiled.h"
 #include "layout.h"
 
@@ -15,11 +17,16 @@ bool supports(const MatmulArgs& args) { return args.k > 0 && args.m > 0 && takes
 
 float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config) {
   float least = 0.f;
+  const int log2 = log2_group_blocks(args);
+  const float least_stage = log2 == 0 || log2 == 1 ? costs.small_groups : 0.f;
+  const float of_low =
+      (args.shift_mode == ShiftMode::kZeros ? costs.zeros : 0.f) + (args.bits == 8 ? costs.eight_bits : 0.f);
   for (int i = 0; i < costs.stage_count; ++i) {
     const Costs::Stage& stage = costs.stages[i];
     const int64_t tiles = args.batch * ceil_div(args.m, stage.tokens) * ceil_div(args.n, stage.ctas * kCtaOutputs);
     const int64_t clusters = multiprocessors / stage.ctas, rest = tiles % clusters;
-    const float wave = static_cast<float>(stages) * stage.us + costs.wave;
+    const float us_of_stage = std::max(stage.us + (stage.tokens < costs.low ? of_low : 0.f), least_stage);
+    const float wave = static_cast<float>(stages) * us_of_stage + costs.wave;
     for (int splits = 1; splits <= costs.most_splits; ++splits) {
       const Config tried{multiprocessors, stage.tokens, splits, stage.ctas};
       if (splits > 1 && (rest == 0 || rest * splits > clusters || stages < splits * costs.least_stages ||

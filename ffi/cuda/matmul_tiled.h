@@ -38,6 +38,11 @@ struct Costs {
   float alone;                    // of what a wave adds: what clusters that share a tile do not share
   float split, sums, more;        // what sharing adds; of the sums of 256 tokens for two clusters, and for one more
   int most_splits, least_stages;  // of a cluster
+  // A stage takes at least so long with groups of 32 and 64. Of fewer tokens than `low` it takes longer with zeros that
+  // are added to codes, and with eight bits.
+  float small_groups;
+  int low;
+  float zeros, eight_bits;
 };
 
 // Sets the configuration that is expected to be fastest for `stages` stages of inputs and the scratch that there is;

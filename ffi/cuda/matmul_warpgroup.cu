@@ -7,7 +7,7 @@ namespace wonly::warpgroup {
 
 constexpr int kSplitBytes = 4;    // of an activation in pieces, and of a token's power of two
 constexpr int kSplitTokens = 64;  // of the largest tile of such
-constexpr int kMostTokens = 128;  // of a tile
+constexpr int kMostTokens = 176;  // of a tile
 
 int64_t split_rows(const MatmulArgs& args) {
   const bool each = args.x_batch_stride != 0;  // of the batch has its own
@@ -38,7 +38,7 @@ bool rounds(const MatmulArgs& args, int tokens) {
   if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   if (!is_plain(args)) return false;
   const int log2 = log2_group_blocks(args);
-  return log2 == 0 || log2 == 1 ? tokens >= 64 : args.bits == 4 && tokens >= (shifted ? 112 : 80);
+  return tokens >= (log2 == 0 || log2 == 1 ? 64 : shifted ? 112 : args.bits == 4 ? 80 : 96);
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {
@@ -65,7 +65,8 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
       // As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
       const bool shares = cost.shared_stage > 0.f && ctas > multiprocessors;
       const float waves = static_cast<float>(ceil_div(ctas, shares ? 2 * places : places));
-      const float stage = shares ? cost.shared_stage + 2.f * more : cost.stage + more;
+      const bool paired = cost.paired > 0.f && cluster.ctas == 1 && pairs(blocks, args.n, multiprocessors);
+      const float stage = shares ? cost.shared_stage + 2.f * more : (paired ? cost.paired : cost.stage) + more;
       const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
       const auto compare = [&](float us, int teams) {
         if (least > 0.f && us >= least) return;

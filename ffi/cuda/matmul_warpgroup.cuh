@@ -128,7 +128,7 @@ struct Shape {
   static constexpr int kRows = kWarpgroups * kTileN;
   static constexpr bool kTeams =
       has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
-  static constexpr bool kPairs = kTeams && kRounded && kTokens >= 96 && kTokens % 16 == 0 && kArrivals == 1;
+  static constexpr bool kPairs = kTeams && kRounded && kTokens >= 96 && kArrivals == 1;
   // After those of outputs one warpgroup produces; more add activations up, in turns.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
@@ -154,9 +154,10 @@ struct Shape {
   static constexpr int kUnits = kFlushes == 4 && !kRounded ? 4 : 2;
   static constexpr int kUnitSteps = kStageSteps / kUnits;
 
-  static constexpr int kTiles = kStageK / tile_k(kBits);              // packed tiles of a stage along the inputs
-  static constexpr int kColumns = Source::kPieces * kTokens;          // of a product
-  static constexpr int kHalfBytes = Source::kPieces * kTokens * 128;  // activations: two boxes of 64 inputs
+  static constexpr int kTiles = kStageK / tile_k(kBits);      // packed tiles of a stage along the inputs
+  static constexpr int kColumns = Source::kPieces * kTokens;  // of a product
+  // Activations: two boxes of 64 inputs. Each of a pair copies as many tokens, whole eights.
+  static constexpr int kHalfBytes = Source::kPieces * (kPairs ? (kTokens + 15) / 16 * 16 : kTokens) * 128;
   static constexpr int kXBytes = 2 * kHalfBytes;
   static constexpr int kWeightBytes = kWarpgroups * kTiles * kTileBytes;
   // Of as many groups as end in a stage; every type has room.
@@ -1203,11 +1204,8 @@ cudaError_t launch_shape(typename S::Source::Params params, const Config& config
     x.x_batch_stride = args.m * args.k;
   }
   Maps maps;
-  // Where nearly all multiprocessors copy activations from the L2, which that binds; fewer gain nothing.
-  const int64_t row_blocks = ceil_div(args.n, S::kRows);
-  const int64_t ctas = args.batch * row_blocks * ceil_div(args.m, S::kTokens);
-  params.paired = S::kPairs && config.cluster == 1 && config.teams == 1 && row_blocks % 2 == 0 &&
-                  4 * ctas >= 3 * config.multiprocessors;
+  const int64_t ctas = args.batch * ceil_div(args.n, S::kRows) * ceil_div(args.m, S::kTokens);
+  params.paired = S::kPairs && config.cluster == 1 && config.teams == 1 && pairs(ctas, args.n, config.multiprocessors);
   cudaError_t error = describe_blocks(args.m, S::kTokens, &maps.x, &maps.last, [&](int tokens, CUtensorMap* map) {
     return describe_activations(x, params.paired ? (tokens + 15) / 16 * 8 : tokens, map);
   });
@@ -1246,18 +1244,28 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   constexpr integral_constant<int, 112> t112;
   constexpr integral_constant<int, 120> t120;
   constexpr integral_constant<int, 128> t128;
+  constexpr integral_constant<int, 136> t136;
+  constexpr integral_constant<int, 144> t144;
+  constexpr integral_constant<int, 152> t152;
+  constexpr integral_constant<int, 160> t160;
+  constexpr integral_constant<int, 176> t176;
   constexpr bool kRounded = kKind == Kind::kRounded || kKind == Kind::kRoundedAndZeros;
   if constexpr (kRounded) {
     if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
     if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
+    if (config.warpgroups == 2 && config.tokens == 112) return launch(t112, two);
+    if (config.warpgroups == 2 && config.tokens == 136) return launch(t136, two);
+    if (config.warpgroups == 2 && config.tokens == 152) return launch(t152, two);
+  }
+  if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit
+    if (config.warpgroups == 2 && config.tokens == 176) return launch(t176, two);
   }
   if constexpr (kKind == Kind::kRounded && kFlushes == 1 && kBits == 4) {
     if (config.warpgroups == 2 && config.tokens == 80) return launch(t80, two);
     if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
     if (config.warpgroups == 2 && config.tokens == 120) return launch(t120, two);
-  }
-  if constexpr (kBits == 4 && kRounded) {
-    if (config.warpgroups == 2 && config.tokens == 112) return launch(t112, two);
+    if (config.warpgroups == 2 && config.tokens == 144) return launch(t144, two);
+    if (config.warpgroups == 2 && config.tokens == 160) return launch(t160, two);
   }
   if constexpr (kKind == Kind::kPlain) {
     if constexpr (kFlushes == 1 && kBits == 4) {
@@ -1278,7 +1286,7 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   if (config.tokens == 32) return launch(t32, two);
   if constexpr (kKind != Kind::kPlain || kFlushes == 1) {
     if (config.tokens == 64) return launch(t64, two);
-    if constexpr (kKind != Kind::kPlain || kBits == 8) {
+    if constexpr (kKind != Kind::kPlain) {
       if (config.tokens == 128) return launch(t128, two);
     }
   }

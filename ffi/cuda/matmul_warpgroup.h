@@ -17,6 +17,11 @@ struct Config {
 // Whether CTAs of so many tokens and two warpgroups may be of two teams, where one group ends in a stage and scales are
 // of the activations' type.
 constexpr bool has_teams(int tokens) { return tokens >= 64; }
+// Whether so many CTAs for n outputs, whose inputs no others share, are in pairs, where the kernel has such: where
+// nearly all multiprocessors copy activations from the L2, which that binds; fewer gain nothing.
+constexpr bool pairs(int64_t ctas, int64_t n, int multiprocessors) {
+  return ceil_div(n, 128) % 2 == 0 && 4 * ctas >= 3 * multiprocessors;
+}
 // Scratch that those of so many tiles take: float32 sums of the tokens that each CTA of the first finishes, of two or
 // more, in whole sixteens, and a word for each warpgroup that says whether they are there.
 constexpr int64_t team_bytes(int64_t tiles, int cluster, int tokens) {
@@ -32,6 +37,7 @@ struct Cost {
   float start;         // until the first product, and from the last to the result
   float group;         // of a stage, for every group that ends in it but one; 0: no kernel for groups of 32 and 64
   float sum;           // for every one, with float zeros or offsets; 0: a kernel only where is_plain
+  float paired;        // in the place of `stage`, of CTAs in pairs; 0: there are none
 };
 // Those that round weights: `group` is what groups of 32 and 64 add to a stage, `sum` what zeros do; 0: no kernel for
 // such.

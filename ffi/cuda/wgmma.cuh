@@ -36,7 +36,9 @@ struct WgmmaBytes;
 #define WONLY_D64 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
   ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WONLY_D68 WONLY_D64 ", %64, %65, %66, %67"
 #define WONLY_D72 WONLY_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define WONLY_D76 WONLY_D72 ", %72, %73, %74, %75"
 #define WONLY_D80 WONLY_D64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define WONLY_D84 WONLY_D80 ", %80, %81, %82, %83"
@@ -68,7 +70,9 @@ struct WgmmaBytes;
 #define WONLY_OF56(bound, i) WONLY_OF48(bound, i), WONLY_OF8(bound, i + 48)
 #define WONLY_OF60(bound, i) WONLY_OF56(bound, i), WONLY_OF4(bound, i + 56)
 #define WONLY_OF64(bound, i) WONLY_OF32(bound, i), WONLY_OF32(bound, i + 32)
+#define WONLY_OF68(bound, i) WONLY_OF64(bound, i), WONLY_OF4(bound, i + 64)
 #define WONLY_OF72(bound, i) WONLY_OF64(bound, i), WONLY_OF8(bound, i + 64)
+#define WONLY_OF76(bound, i) WONLY_OF72(bound, i), WONLY_OF4(bound, i + 72)
 #define WONLY_OF80(bound, i) WONLY_OF64(bound, i), WONLY_OF16(bound, i + 64)
 #define WONLY_OF84(bound, i) WONLY_OF80(bound, i), WONLY_OF4(bound, i + 80)
 #define WONLY_OF88(bound, i) WONLY_OF80(bound, i), WONLY_OF8(bound, i + 80)
@@ -129,7 +133,9 @@ WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 104, 52, 52, 53, 54, 55, 56, 57)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 112, 56, 56, 57, 58, 59, 60, 61)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 120, 60, 60, 61, 62, 63, 64, 65)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 128, 64, 64, 65, 66, 67, 68, 69)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 136, 68, 68, 69, 70, 71, 72, 73)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 144, 72, 72, 73, 74, 75, 76, 77)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 152, 76, 76, 77, 78, 79, 80, 81)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 160, 80, 80, 81, 82, 83, 84, 85)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 168, 84, 84, 85, 86, 87, 88, 89)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 176, 88, 88, 89, 90, 91, 92, 93)

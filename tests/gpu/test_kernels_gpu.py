@@ -155,11 +155,18 @@ def test_large_weights_few_tokens(rng, bits, mode, x_dtype, m, k, n, group_size)
         *((m, 4096) for m in (387, 410, 420, 445, 460, 478)),
     ],
 )
-@pytest.mark.parametrize(("bits", "mode", "x_dtype"), [(4, "symmetric", "bfloat16"), (8, "float_zeros", "float16")])
-def test_heights_of_tiles(rng, m, n, bits, mode, x_dtype):
-    """Two tiles of each number of tokens that `matmul_tiled` has, or three, and four of those from 104 to 120 that
-    `matmul_warpgroup` has; the last not whole."""
-    weight = random_weight(rng, 1024, n, bits=bits, group_size=128, mode=mode, scale_dtype=x_dtype)
+@pytest.mark.parametrize(
+    ("bits", "mode", "x_dtype", "scale_dtype"),
+    [
+        (4, "symmetric", "bfloat16", "bfloat16"),
+        (4, "symmetric", "bfloat16", "float32"),
+        (8, "float_zeros", "float16", "float16"),
+    ],
+)
+def test_heights_of_tiles(rng, m, n, bits, mode, x_dtype, scale_dtype):
+    """Two tiles of each number of tokens that `matmul_tiled` has, or three, and some of those that `matmul_warpgroup`
+    has; the last not whole."""
+    weight = random_weight(rng, 1024, n, bits=bits, group_size=128, mode=mode, scale_dtype=scale_dtype)
     x = random_x(rng, (m, 1024), x_dtype)
     first = jw.matmul(x, weight.qt, implementation="cuda")
     assert_product(first, x, weight, rounded_weights=True)
@@ -221,6 +228,15 @@ def test_teams(rng, m, k, n, bits, mode, x_dtype, cluster):
         (245, 512, 6400, 4, "offsets", 128),
         (350, 384, 4352, 4, "symmetric", 128),
         (380, 384, 3584, 4, "symmetric", 96),
+        (100, 384, 12800, 4, "symmetric", 104),
+        (233, 640, 6400, 4, "symmetric", 120),
+        (131, 1664, 12800, 4, "integer_zeros", 136),
+        (265, 512, 6384, 8, "symmetric", 136),
+        (143, 1024, 12800, 4, "symmetric", 144),
+        (290, 640, 6392, 4, "offsets", 152),
+        (451, 1152, 4096, 8, "integer_zeros", 152),
+        (473, 896, 4096, 4, "symmetric", 160),
+        (341, 1024, 6400, 4, "integer_zeros", 176),
     ],
 )
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
@@ -238,7 +254,7 @@ def test_pairs(rng, m, k, n, bits, mode, tokens, x_dtype):
     np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(lines))
 
 
-@pytest.mark.parametrize("m", [70, 100, 110, 118, 200])
+@pytest.mark.parametrize("m", [70, 100, 110, 118, 130, 147, 170, 200])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", [32, 128])
 @pytest.mark.parametrize("mode", ["symmetric", "integer_zeros", "float_zeros", "offsets"])
