@@ -43,11 +43,11 @@ constexpr int kTileRows = kTileTokens;
 using tiles::Consumer, tiles::kOutputs, tiles::kThreads, tiles::kWarpgroups, tiles::Place, tiles::place_of;
 constexpr int kCluster = kClusterCtas;
 static_assert(kOutputs == kCtaOutputs && kCluster == tiles::kCluster);
-constexpr int kAffineWarps = kOutputs / 64;  // of the producer's, two outputs per lane
-constexpr int kBoxRows = 32;                 // of the tensor copy engine
-constexpr int kStagedRows = 32;              // that a warpgroup writes at a time, as float32
-constexpr int kPlacedRows = 64;              // or as 16 bits, where they may lie anywhere
-constexpr int kConsumersBarrier = 3;         // of both warpgroups, beside those of each
+constexpr int kAffineWarps = 2;       // of the producer's
+constexpr int kBoxRows = 32;          // of the tensor copy engine
+constexpr int kStagedRows = 32;       // that a warpgroup writes at a time, as float32
+constexpr int kPlacedRows = 64;       // or as 16 bits, where they may lie anywhere
+constexpr int kConsumersBarrier = 3;  // of both warpgroups, beside those of each
 static_assert(kStagedRows * tiles::kStagedStride * 4 >= kPlacedRows * kTileN * 2);
 
 // Rows of activations and the cluster's outputs, to be summed over stages first_stage .. end_stage - 1.
@@ -235,7 +235,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const Source source(params.source, args, shared + S::kSourceAt);
   const int ctas = source.ctas(), rank = blockIdx.x & (ctas - 1);
-  ring.init(2, kAffineWarps, ctas);
+  const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
+  ring.init(2, small_groups ? 1 : kAffineWarps, ctas);
   const int64_t count = source.count();
 
   if (warp >= kWarpgroups * 4) {
@@ -249,21 +250,23 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kWarpgroups * 4 || warp == kWarpgroups * 4 + kAffineWarps + 1) {
       copy_stages<S>(params, source, x_map, ring, count, rank, warp == kWarpgroups * 4);
     } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
-      const int first = (warp - kWarpgroups * 4 - 1) * 64 + lane;
-      const int sets = params.log2_group_blocks == 0 ? 2 : 1, groups = static_cast<int>(args.groups);
-      // Factors are made once for a group. Scales and shifts of the next stage are on their way from memory while those
-      // of this one are used. The types are known to the compiler: every instruction of these lone warps counts.
+      // What bounds these lone warps is how many instructions wait for each other (docs/performance.md, log 125): types
+      // are known to the compiler, and there is no multiplication in a stage.
+      const int mine = warp - kWarpgroups * 4 - 1, groups = static_cast<int>(args.groups);
+      const auto affine_of = [&](float of_codes, auto of_group) {
+        if constexpr (std::is_same_v<decltype(of_group), float>) {
+          return C::centred(of_codes, of_group, args.shift_mode == ShiftMode::kOffsets);
+        } else {
+          return C::affine(of_codes, of_group);
+        }
+      };
+      // Each of the two warps for 64 outputs, once for a group. Scales and shifts of the next group are on their way
+      // from memory while those of this one are used.
       const auto make_factors = [&](auto scale_of, auto shift_of) {
         using Scale = decltype(scale_of);
         using Shift = decltype(shift_of);
         constexpr bool kShift = !std::is_same_v<Shift, NoShift>;
-        const auto affine_of = [&](float of_codes, Shift of_group) {
-          if constexpr (std::is_same_v<Shift, float>) {
-            return C::centred(of_codes, of_group, args.shift_mode == ShiftMode::kOffsets);
-          } else {
-            return C::affine(of_codes, of_group);
-          }
-        };
+        const int first = mine * 64 + lane, all_groups = source.taps() * groups;
         for (int64_t index = 0; index < count; ++index) {
           const typename Source::Tile tile = source.tile(index);
           if (tile.weights < 0) {
@@ -288,31 +291,28 @@ __global__ void __launch_bounds__(kThreads, 1)
               shifts[i] = static_cast<const Shift*>(args.shift) + tile.weights * args.shift_batch_stride + at;
             }
           }
-          Scale scale[2][2];
-          Shift shift[2][2];
+          Scale scale[2];
+          Shift shift[2];
           const auto fetch = [&] {
-            if (next >= source.taps() * groups) return;
-            const int fetched = min(sets, groups - of_tap);
-#pragma unroll
-            for (int set = 0; set < 2; ++set) {
-              if (set >= sets) break;
-              const int64_t from = set < fetched ? set * args.n : 0;
-#pragma unroll
-              for (int i = 0; i < 2; ++i) {
-                scale[set][i] = scales[i][from];
-                if constexpr (kShift) shift[set][i] = shifts[i][from];
+            if (next >= all_groups) return;
+            ++next;
+            int64_t step = args.n;
+            if (++of_tap == groups) {
+              of_tap = 0;
+              if constexpr (Source::kSkipsTaps) {
+                const int skipped = (ahead.next_tap() - 1) * groups;
+                next += skipped;
+                step += skipped * args.n;
               }
             }
-            int step = fetched;  // to the next groups
-            of_tap = of_tap + fetched == groups ? 0 : of_tap + fetched;
-            if constexpr (Source::kSkipsTaps) {
-              if (of_tap == 0) step += (ahead.next_tap() - 1) * groups;
-            }
-            next += step;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              scales[i] += step * args.n;
-              if constexpr (kShift) shifts[i] += step * args.n;
+              scale[i] = *scales[i];
+              scales[i] += step;
+              if constexpr (kShift) {
+                shift[i] = *shifts[i];
+                shifts[i] += step;
+              }
             }
           };
           fetch();
@@ -321,30 +321,109 @@ __global__ void __launch_bounds__(kThreads, 1)
             ring.wait_empty();
             Affine* to = reinterpret_cast<Affine*>(ring.stage() + S::kAffineAt) + first;
             const int group = walk.tap * groups + group_of_tap();
+            if (group != made) {
 #pragma unroll
-            for (int set = 0; set < 2; ++set) {
-              if (set >= sets) break;
-#pragma unroll
-              for (int i = 0; i < 2; ++i) {
-                if (group != made) affine[i] = affine_of(to_float(scale[set][i]), shift[set][i]);
-                to[set * kOutputs + 32 * i] = affine[i];
-              }
+              for (int i = 0; i < 2; ++i) affine[i] = affine_of(to_float(scale[i]), shift[i]);
+              fetch();
             }
-            if (group != made) fetch();
+            to[0] = affine[0], to[32] = affine[1];
             made = group;
             ring.fill(lane);
           }
         }
       };
-      const auto with_shift = [&](auto scale) {
-        if constexpr (S::kTable) return make_factors(scale, NoShift{});
-        if constexpr (S::kZeros) {
-          if (args.shift_dtype == DType::kU8) return make_factors(scale, uint8_t{});
-          if (args.shift_dtype == DType::kF32) return make_factors(scale, float{});
-        } else {
-          if (args.shift_mode == ShiftMode::kNone) return make_factors(scale, NoShift{});
+      // The same where every stage has a group, or two, of its own: each warp for all outputs of every other stage, as
+      // one stage takes a warp longer than the tensor cores.
+      const auto take_turns = [&](auto scale_of, auto shift_of) {
+        using Scale = decltype(scale_of);
+        using Shift = decltype(shift_of);
+        constexpr bool kShift = !std::is_same_v<Shift, NoShift>;
+        constexpr int kOfLane = kOutputs / 32;
+        const int sets = params.log2_group_blocks == 0 ? 2 : 1;
+        int turn = 0;  // whose stage comes next
+        for (int64_t index = 0; index < count; ++index) {
+          const typename Source::Tile tile = source.tile(index);
+          if (tile.weights < 0) {
+            if (turn == mine) {
+              ring.wait_empty();
+              ring.fill(lane);
+            }
+            ring.advance();
+            turn ^= 1;
+            continue;
+          }
+          const int64_t first = tile.n0 + lane;
+          const Scale* const scales =
+              static_cast<const Scale*>(args.scales) + tile.weights * args.scales_batch_stride + first;
+          [[maybe_unused]] const Shift* shifts;
+          if constexpr (kShift) {
+            shifts = static_cast<const Shift*>(args.shift) + tile.weights * args.shift_batch_stride + first;
+          }
+          const int left = static_cast<int>(min(args.n - first, int64_t{kOutputs}));  // outputs, of every 32nd one
+          auto walk = source.walk(tile, rank);
+          Scale scale[2][kOfLane] = {};
+          Shift shift[2][kOfLane] = {};
+          const auto fetch = [&] {
+            const int group = walk.stage * sets;  // of the tap
+            int64_t at = (walk.tap * groups + group) * args.n;
+#pragma unroll
+            for (int set = 0; set < 2; ++set) {
+              if (set >= sets) break;
+#pragma unroll
+              for (int i = 0; i < kOfLane; ++i) {
+                if (32 * i >= left) continue;
+                scale[set][i] = scales[at + 32 * i];
+                if constexpr (kShift) shift[set][i] = shifts[at + 32 * i];
+              }
+              if (group + 1 < groups) at += args.n;
+            }
+          };
+          int stage = tile.first_stage;
+          if (turn != mine) {
+            ring.advance();
+            walk.next();
+            ++stage;
+          }
+          if (stage < tile.end_stage) fetch();
+          for (; stage < tile.end_stage; stage += 2) {
+            ring.wait_empty();
+            Affine* const to = reinterpret_cast<Affine*>(ring.stage() + S::kAffineAt) + lane;
+#pragma unroll
+            for (int set = 0; set < 2; ++set) {
+              if (set >= sets) break;
+#pragma unroll
+              for (int i = 0; i < kOfLane; ++i) {
+                to[set * kOutputs + 32 * i] = affine_of(to_float(scale[set][i]), shift[set][i]);
+              }
+            }
+            if (stage + 2 < tile.end_stage) {
+              walk.next();
+              walk.next();
+              fetch();
+            }
+            ring.fill(lane);
+            ring.advance();
+            if (stage + 1 < tile.end_stage) ring.advance();
+          }
+          turn = (turn + tile.end_stage - tile.first_stage) & 1;
         }
-        make_factors(scale, X{});
+      };
+      const auto fill = [&](auto scale, auto shift) {
+        if (small_groups) {
+          take_turns(scale, shift);
+        } else {
+          make_factors(scale, shift);
+        }
+      };
+      const auto with_shift = [&](auto scale) {
+        if constexpr (S::kTable) return fill(scale, NoShift{});
+        if constexpr (S::kZeros) {
+          if (args.shift_dtype == DType::kU8) return fill(scale, uint8_t{});
+          if (args.shift_dtype == DType::kF32) return fill(scale, float{});
+        } else {
+          if (args.shift_mode == ShiftMode::kNone) return fill(scale, NoShift{});
+        }
+        fill(scale, X{});
       };
       if (args.scale_dtype == DType::kF32) {
         with_shift(float{});
