@@ -56,7 +56,7 @@ def tile_rows(p: Product, *, ids: bool) -> int:
     low = p.bits == 4 and (p.plain or p.floats or not small_groups)
     high = p.plain or p.floats or not low
     wasted = 16 * (-p.n % 256) >= p.n  # of 256 outputs at a time
-    more = p.bits == 4 and (p.plain or p.floats) and (small_groups or wasted)
+    more = p.bits == 4 and (p.plain or p.floats) and wasted
     most = _LOW_ROWS if not high else _RAGGED.warpgroup_more_rows if more else _HIGH_ROWS
     if low or p.bits == 8:
         few = _RAGGED.warpgroup_experts_of_row * p.m < experts

@@ -169,7 +169,8 @@ def test_kernels_on_cuda(monkeypatch):
     assert kernel(16, n=8196, mode="offsets") == kernel(12, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
     assert kernel(40, dtype=jnp.float32) == "matmul_warpgroup"
     assert [kernel(m, dtype=jnp.float32) for m in (1, 8, 9)] == ["matmul_resident"] * 2 + ["matmul_warpgroup"]
-    assert kernel(64, n=8196) == kernel(129, 4096, 14336) == "matmul_tiled"
+    assert [kernel(m, 4096, 14336) for m in (176, 177)] == ["matmul_warpgroup", "matmul_tiled"]
+    assert kernel(64, n=8196) == "matmul_tiled"
     assert {kernel(40, mode=mode) for mode in modes} == {"matmul_warpgroup"}
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("8.0", 108))
     assert [kernel(m) for m in (1, 16, 17, 4096)] == ["matmul_stream"] * 2 + ["matmul_mma"] * 2
@@ -212,8 +213,10 @@ def test_experts_on_cuda(monkeypatch):
     assert kernels(127, 128, e=128, experts=ids, **wide) == [stream, flat]
     assert kernels(8 * 128, 8 * 128 + 1) == kernels(8 * 64, 8 * 64 + 1, **wide) == [flat, tall]
     offsets = {"mode": "offsets"}
-    for options in ({"group_size": 64}, {"n": 272}, {"n": 272} | offsets, {"group_size": 32} | offsets):
+    for options in ({"n": 272}, {"n": 272} | offsets, {"n": 272, "group_size": 64}):
         assert kernels(8 * 384, 8 * 384 + 1, **options) == [flat, tall]
+    for options in ({"group_size": 64}, {"group_size": 32} | offsets):
+        assert kernels(8 * 128, 8 * 128 + 1, **options) == [flat, tall]
     assert kernels(8 * 48 - 1, 8 * 48, n=1001) == [stream, tall]
     assert kernels(1, 4096, mode="nf4") == [tall, tall]
     for options in ({"dtype": jnp.float32}, {"dtype": jnp.float16, "n": 1001}):

@@ -35,10 +35,9 @@ int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
   if (!supports(args)) return 0;
   const bool plain = warpgroup::is_plain(args), small_groups = has_small_groups(args), floats = has_floats(args);
   const bool low = args.bits == 4 && (plain || floats || !small_groups), high = plain || floats || !low;
-  // What makes ragged_tiled slower: factors of many groups, and outputs, 256 at a time, of which a sixteenth and more
-  // are none.
+  // What makes ragged_tiled slower: outputs, 256 at a time, of which a sixteenth and more are none.
   const bool wasted = (ceil_div(args.n, 256) * 256 - args.n) * 16 >= args.n;
-  const bool more = args.bits == 4 && (plain || floats) && (small_groups || wasted);
+  const bool more = args.bits == 4 && (plain || floats) && wasted;
   const int64_t most = !high ? kLowRows : more ? costs::kRaggedWarpgroupMoreRows : kHighRows;
   const bool few = low || args.bits == 8 ? costs::kRaggedWarpgroupExpertsOfRow * rows < experts
                                          : rows < costs::kRaggedWarpgroupLeastRows * experts;

@@ -173,6 +173,22 @@ def test_heights_of_tiles(rng, m, n, bits, mode, x_dtype, scale_dtype):
     np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(first))
 
 
+@pytest.mark.parametrize(("k", "group_size"), [(1056, 32), (1088, 32), (1088, 64), (1024, 64), (64, 32), (128, 64)])
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros", "float_zeros", "offsets"])
+def test_factors_by_turns(rng, k, group_size, scale_dtype, bits, mode):
+    """Tiles of hundreds of tokens whose every stage has groups of its own: even and odd numbers of stages, so that each
+    of the two warps that make factors begins tiles, one stage, and half of one at the end; outputs that are no whole
+    tile, several waves, and inputs that several clusters share."""
+    for m, n in [(700, 8232), (230, 4097)]:
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
+        x = random_x(rng, (m, k), "bfloat16")
+        y = jw.matmul(x, weight.qt, implementation="cuda")
+        assert_product(y, x, weight, rounded_weights=True)
+        np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(y))
+
+
 MODES = {"symmetric": ShiftMode.NONE, "integer_zeros": ShiftMode.ZEROS, "offsets": ShiftMode.OFFSETS}
 
 
