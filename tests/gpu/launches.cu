@@ -165,6 +165,8 @@ void products() {
     run(DType::kBF16, 8 - scheme % 2 * 4, 300, 512, 2050, 32, scheme);       // several clusters for a tile
     run(DType::kBF16, 4, 70 + 20 * scheme, 8192, 2040, 128, scheme);         // matmul_warpgroup in two teams
     run(DType::kF16, 4, 99 + scheme * 50, 384, 12728, 128, scheme / 2 * 3);  // and with CTAs in pairs
+    run(DType::kBF16, 4, 131 + 15 * scheme, 640, 12800, 128, scheme);        // and tiles of 136 tokens and more
+    run(DType::kF16, 8 - scheme % 2 * 4, 150 - scheme / 2 * 15, 640, 12728, 32 << scheme % 2, scheme);  //
   }
 }
 
