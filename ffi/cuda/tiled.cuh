@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp == kWarpgroups * 4 || warp == kWarpgroups * 4 + kAffineWarps + 1) {
       copy_stages<S>(params, source, x_map, ring, count, rank, warp == kWarpgroups * 4);
     } else if (warp <= kWarpgroups * 4 + kAffineWarps) {
-      // What bounds these lone warps is how many instructions wait for each other (docs/performance.md, log 125): types
+      // What bounds these lone warps is how many instructions wait for each other (docs/performance.md, log 126): types
       // are known to the compiler, and there is no multiplication in a stage.
       const int mine = warp - kWarpgroups * 4 - 1, groups = static_cast<int>(args.groups);
       const auto affine_of = [&](float of_codes, auto of_group) {
