@@ -29,6 +29,7 @@ MULTIPROCESSORS, SHARED_BYTES = 132, 228 << 10  # of the H100 that was measured,
 NEAR = 1.4  # times the fastest: configurations whose expected time should be right
 STEPS = (0.2, 0.1, 0.05, 0.02, 0.01)
 CHOICE = 3.0  # weight of the choice in the loss
+PAIRED = costs.Warpgroups._fields.index("paired")
 
 Measured = dict[tuple, float]  # (kernel, *configuration) to microseconds
 Expected = Callable[[dict], Iterator[tuple[tuple, float]]]
@@ -111,7 +112,7 @@ def numbers_of(value, at=()) -> Iterator[tuple]:
         fixed = (
             "stream" in at
             or key == "team"  # no record has such
-            or (at[-2:-1] == ("rounded",) and key == 8)  # nor pairs, or not their own
+            or (at[-2:-1] == ("rounded",) and key == PAIRED)  # nor pairs, or not their own
             or ("clusters" in at and key == 2)
             or (key == "start" and at in (("tiled", "costs"), ("table",)))
         )

@@ -39,25 +39,9 @@ def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
     return {"k": k, "n": n, "m": m, "dtype": dtype, "bits": bits, "group_size": group_size, "mode": mode}
 
 
-# Schemes that a product of many tokens treats apart.
-MANY = (
-    {"dtype": "float16"},
-    {"mode": "integer_zeros"},
-    {"mode": "float_zeros"},
-    {"mode": "offsets"},
-    {"group_size": 32},
-    {"group_size": 64},
-    {"group_size": None},
-    {"bits": 8},
-)
-
-# Those of them that leave other work than symmetric groups of 128 do.
-OTHER_SCHEMES = (
-    *({"mode": mode} for mode in ("integer_zeros", "offsets")),
-    {"group_size": 32},
-    {"group_size": 64},
-    {"bits": 8},
-)
+# Schemes with other work than symmetric groups of 128, and all that a product of many tokens treats apart.
+OTHER_SCHEMES = ({"mode": "integer_zeros"}, {"mode": "offsets"}, {"group_size": 32}, {"group_size": 64}, {"bits": 8})
+MANY = ({"dtype": "float16"}, {"mode": "float_zeros"}, {"group_size": None}, *OTHER_SCHEMES)
 
 # Every number up to 64, then the middle and one more of what may be a kernel's tile.
 GRID = (*range(1, 65), *range(80, 257, 16), *range(97, 257, 32), *range(288, 513, 32), *range(300, 1025, 100))

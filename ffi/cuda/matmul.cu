@@ -59,9 +59,8 @@ float stream_us(const MatmulArgs& args) {
   const int64_t bytes = ceil_div(args.m, kStreamPass) * args.batch * args.n * args.k * args.bits / 8;
   float rate = costs::kStreamBytes;
   if (args.x_dtype == DType::kF32) {
-    const int64_t log2 = log2_group_blocks(args);
     rate = args.m <= costs::kStreamTokens ? costs::kStreamFewFloat32 : costs::kStreamFloat32;
-    if (log2 == 0 || log2 == 1) rate *= costs::kStreamSmallGroupsFloat32;
+    if (has_small_groups(args)) rate *= costs::kStreamSmallGroupsFloat32;
   }
   return costs::kStreamStart + static_cast<float>(bytes) / rate;
 }
@@ -130,8 +129,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   // bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
   // CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
-  const int64_t log2 = log2_group_blocks(args);
-  const bool small_groups = log2 == 0 || log2 == 1;
+  const bool small_groups = has_small_groups(args);
   bool by_warpgroups = warpgroup::supports(args);
   const bool splits = args.x_dtype == DType::kF32;
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;

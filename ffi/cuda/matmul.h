@@ -39,6 +39,11 @@ WONLY_HOST_DEVICE int log2_group_blocks(const MatmulArgs& args) {
   while (((32 * args.groups) << log2) < args.k) ++log2;
   return log2;
 }
+// Groups of 32 or 64 inputs.
+WONLY_HOST_DEVICE bool has_small_groups(const MatmulArgs& args) {
+  const int log2 = log2_group_blocks(args);
+  return log2 == 0 || log2 == 1;
+}
 
 // Enqueues the product on `stream`. Neither allocates nor synchronises, so it can be captured into a CUDA graph.
 cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream);

@@ -65,8 +65,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
   const bool split = args.x_dtype == DType::kF32;
   const Costs& costs = split ? costs::kSplitResident : costs::kResident;
   const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);
-  const int log2 = log2_group_blocks(args);
-  const bool small_groups = log2 == 0 || log2 == 1, sums = adds_activations(args);
+  const bool small_groups = has_small_groups(args), sums = adds_activations(args);
   float stage = costs.stages;
   if (small_groups) stage += costs.groups;
   if (sums) stage += costs.sums;

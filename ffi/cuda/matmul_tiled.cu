@@ -17,8 +17,7 @@ bool supports(const MatmulArgs& args) { return args.k > 0 && args.m > 0 && takes
 
 float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config) {
   float least = 0.f;
-  const int log2 = log2_group_blocks(args);
-  const float least_stage = log2 == 0 || log2 == 1 ? costs.small_groups : 0.f;
+  const float least_stage = has_small_groups(args) ? costs.small_groups : 0.f;
   const float of_low =
       (args.shift_mode == ShiftMode::kZeros ? costs.zeros : 0.f) + (args.bits == 8 ? costs.eight_bits : 0.f);
   for (int i = 0; i < costs.stage_count; ++i) {

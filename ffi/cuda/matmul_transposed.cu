@@ -121,8 +121,7 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   if (device.architecture < 80) return cudaErrorNotSupported;
   // Up to so many the streaming kernel is faster.
   const bool float32 = args.x_dtype == DType::kF32;
-  const int log2 = log2_group_blocks(args);
-  const bool small_groups = log2 == 0 || log2 == 1;
+  const bool small_groups = has_small_groups(args);
   const int64_t few = float32 && !small_groups ? costs::kTransposedStreamTokensFloat32 : costs::kTransposedStreamTokens;
   if (device.architecture == 90 && args.m > few && transposed_warpgroup::supports(args)) {
     if (!float32) {

@@ -37,8 +37,7 @@ bool rounds(const MatmulArgs& args, int tokens) {
   if (args.x_dtype == DType::kF32) return false;
   if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   if (!is_plain(args)) return false;
-  const int log2 = log2_group_blocks(args);
-  return tokens >= (log2 == 0 || log2 == 1 ? 64 : shifted ? 112 : args.bits == 4 ? 80 : 96);
+  return tokens >= (has_small_groups(args) ? 64 : shifted ? 112 : args.bits == 4 ? 80 : 96);
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {

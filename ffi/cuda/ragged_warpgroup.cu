@@ -10,10 +10,6 @@ namespace {
 bool has_floats(const MatmulArgs& args) {
   return args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
 }
-bool has_small_groups(const MatmulArgs& args) {
-  const int groups = log2_group_blocks(args);
-  return groups == 0 || groups == 1;
-}
 
 }  // namespace
 
