@@ -32,6 +32,7 @@ FILES = {
     "other_architectures": "h100-sm80.json",
 }
 TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
+WIDE = ((3584, 18944), (4096, 22016))  # more outputs than tiles of 128 for each multiprocessor
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
 
 
@@ -75,6 +76,7 @@ SUITES = {
     + [case(8192, 8192, m, dtype="float32", mode="offsets") for m in (1, 16, 64, 256, 1024)],
     "shapes": [case(k, n, m) for k, n in OTHERS for m in (1, 4, 8, 16, 64)]
     + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)]
+    + [case(k, n, m) for k, n in WIDE for m in (48, 64, 96, 128, 150, 192)]
     + [case(4128, 4096, m, group_size=32) for m in (1, 16)],
     "batch": [case(4096, 4096, m) | {"batch": 8} for m in (1, 8, 16, 64)],
     "scales": [

@@ -228,6 +228,7 @@ def resident_of(file: dict, name: str) -> Resident:
     return Resident(values["tokens"], **file[name]["costs"], clusters=clusters)
 
 
+ALONE_WARPGROUPS = 3  # of a CTA of matmul_warpgroup that shares its inputs with no other
 BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
 MMA_OUTPUTS = 128  # of its tile
@@ -262,6 +263,8 @@ def warpgroup_times(
         blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)
         for cluster in costs.clusters:
             if cluster.ctas > costs.alone_ctas and shape.shared_stage == 0:
+                continue
+            if cluster.ctas > 1 and shape.warpgroups == ALONE_WARPGROUPS:
                 continue
             ctas, places = blocks * cluster.ctas, int(multiprocessors * cluster.share)
             # As few as there are multiprocessors are kept apart, even if clusters then do not all fit.

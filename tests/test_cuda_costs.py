@@ -36,17 +36,28 @@ def test_choices_are_nearly_the_fastest(fit_costs, architecture):
 
 
 def test_heights_of_some_schemes():
-    """No scheme is offered a number of tokens that `launch_tokens` in `matmul_warpgroup.cuh` has no kernel for."""
+    """No scheme is offered a tile that `launch_tokens` in `matmul_warpgroup.cuh` has no kernel for."""
     numbers = _cuda_costs.warpgroups_of(_cuda_costs.read(90)["warpgroup"])
     offered = set()
     for bits, ends, zeros, floats in itertools.product((4, 8), (1, 2, 4), (False, True), (False, True)):
         scheme = _cuda_costs.Scheme(bits, ends, zeros, floats)
-        for (tokens, *_), _ in _cuda_costs.warpgroup_times(100, 4096, 4096, 1, scheme, 132, numbers):
-            offered.add((tokens, bits, ends > 1, zeros))
-    schemes = {tokens: {row[1:] for row in offered if row[0] == tokens} for tokens, *_ in offered}
-    assert schemes[80] == schemes[104] == schemes[120] == schemes[144] == schemes[160] == {(4, False, False)}
-    assert schemes[112] == schemes[128] == schemes[136] == schemes[152] == schemes[96]
-    assert schemes[176] == {row for row in schemes[96] if row[0] == 4}
+        for (tokens, warpgroups, cluster, _), _ in _cuda_costs.warpgroup_times(
+            100, 4096, 4096, 1, scheme, 132, numbers
+        ):
+            offered.add(((tokens, warpgroups), bits, ends > 1, zeros))
+            assert cluster == 1 or warpgroups != 3
+    schemes = {tile: {row[1:] for row in offered if row[0] == tile} for tile, *_ in offered}
+    all_schemes, few = set(itertools.product((4, 8), (False, True), (False, True))), {(4, False, False)}
+    for tokens in (80, 104, 120, 144, 160):
+        assert schemes[tokens, 2] == few
+    for tokens in (96, 112, 128, 136, 152):
+        assert schemes[tokens, 2] == all_schemes
+    assert schemes[176, 2] == {row for row in all_schemes if row[0] == 4}
+    for tokens in (128, 176, 184, 192):
+        assert schemes[tokens, 3] == all_schemes
+    assert schemes[64, 3] == {(4, False, False), (4, False, True)}
+    assert schemes[96, 3] == schemes[64, 3] | {(8, False, False)}
+    assert schemes[152, 3] == few
 
 
 def test_fit_finds_what_was_measured(fit_costs):

@@ -7,7 +7,7 @@ namespace wonly::warpgroup {
 
 constexpr int kSplitBytes = 4;    // of an activation in pieces, and of a token's power of two
 constexpr int kSplitTokens = 64;  // of the largest tile of such
-constexpr int kMostTokens = 176;  // of a tile
+constexpr int kMostTokens = 192;  // of a tile
 
 int64_t split_rows(const MatmulArgs& args) {
   const bool each = args.x_batch_stride != 0;  // of the batch has its own
@@ -59,6 +59,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
     for (int j = 0; j < costs.cluster_count; ++j) {
       const ClusterCost& cluster = costs.clusters[j];
       if (cluster.ctas > costs.alone_ctas && cost.shared_stage == 0.f) continue;
+      if (cluster.ctas > 1 && !shares_inputs(cost.warpgroups)) continue;
       const int64_t ctas = blocks * cluster.ctas;
       const int64_t places = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share);
       // As few as there are multiprocessors are kept apart, even if clusters then do not all fit.

@@ -135,12 +135,13 @@ struct Shape {
   static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
   static_assert(kWarpgroups == 2 || kPlain);
 
-  // Four warpgroups fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the other starts
-  // or ends; from 64 tokens on the accumulators of two leave no room for that, or activations in pieces earlier.
+  // Three warpgroups or four fill a multiprocessor. Of one or two, two CTAs share it, so that one streams while the
+  // other starts or ends; from 64 tokens on the accumulators of two leave no room for that, or activations in pieces
+  // earlier.
   static constexpr int kMostOfTwo = Source::kPieces == 1 || (kBits == 4 && kFlushes == 1) ? 32 : 16;  // tokens
-  static constexpr int kCtas = kWarpgroups == 4 || (kWarpgroups == 2 && kTokens > kMostOfTwo) ? 1 : 2;
+  static constexpr int kCtas = kWarpgroups > 2 || (kWarpgroups == 2 && kTokens > kMostOfTwo) ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kWarpgroups == 4 || (kSums && kCtas == 2) ? 32 : 40;
+  static constexpr int kProducerRegisters = kWarpgroups > 2 || (kSums && kCtas == 2) ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) * kProducers / kWarpgroups) / 8 * 8;
@@ -183,7 +184,8 @@ struct Shape {
   // as many again, which are read but mean nothing, and the results.
   static constexpr int kMostOfRank = (kTokens / 2 + 15) / 16 * 16;  // tokens, of two or more
   static constexpr int kLineBytes = Source::kWindows ? 0 : kMostOfRank * kRows * (4 + 2);
-  static_assert(kStages >= 3 && (kTokens + 8 * (kMaxCluster - 1)) * kRows * 4 + kLineBytes <= kStages * kStageBytes);
+  static constexpr int kOfCluster = shares_inputs(kWarpgroups) ? 8 * (kMaxCluster - 1) * kRows * 4 + kLineBytes : 0;
+  static_assert(kStages >= 3 && kTokens * kRows * 4 + kOfCluster <= kStages * kStageBytes);
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
   // The product that adds activations up takes 64 tokens at a time, of which those beyond kTokens are other data.
   static constexpr int kSumBlocks = (kTokens + 63) / 64;
@@ -1233,6 +1235,7 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   using std::integral_constant;
   constexpr integral_constant<int, 1> one;
   constexpr integral_constant<int, 2> two;
+  constexpr integral_constant<int, 3> three;
   constexpr integral_constant<int, 4> four;
   constexpr integral_constant<int, 16> t16;
   constexpr integral_constant<int, 32> t32;
@@ -1249,18 +1252,29 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   constexpr integral_constant<int, 152> t152;
   constexpr integral_constant<int, 160> t160;
   constexpr integral_constant<int, 176> t176;
+  constexpr integral_constant<int, 184> t184;
+  constexpr integral_constant<int, 192> t192;
   constexpr bool kRounded = kKind == Kind::kRounded || kKind == Kind::kRoundedAndZeros;
+  if (config.cluster > 1 && !shares_inputs(config.warpgroups)) return cudaErrorInvalidConfiguration;
   if constexpr (kRounded) {
     if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
     if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
     if (config.warpgroups == 2 && config.tokens == 112) return launch(t112, two);
     if (config.warpgroups == 2 && config.tokens == 136) return launch(t136, two);
     if (config.warpgroups == 2 && config.tokens == 152) return launch(t152, two);
+    if (config.warpgroups == 3 && config.tokens == 128) return launch(t128, three);
+    if (config.warpgroups == 3 && config.tokens == 176) return launch(t176, three);
+    if (config.warpgroups == 3 && config.tokens == 184) return launch(t184, three);
+    if (config.warpgroups == 3 && config.tokens == 192) return launch(t192, three);
   }
   if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit
     if (config.warpgroups == 2 && config.tokens == 176) return launch(t176, two);
   }
+  if constexpr (kKind == Kind::kRounded && kFlushes == 1) {
+    if (config.warpgroups == 3 && config.tokens == 96) return launch(t96, three);
+  }
   if constexpr (kKind == Kind::kRounded && kFlushes == 1 && kBits == 4) {
+    if (config.warpgroups == 3 && config.tokens == 152) return launch(t152, three);
     if (config.warpgroups == 2 && config.tokens == 80) return launch(t80, two);
     if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
     if (config.warpgroups == 2 && config.tokens == 120) return launch(t120, two);
@@ -1271,6 +1285,8 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     if constexpr (kFlushes == 1 && kBits == 4) {
       if (config.warpgroups == 4 && config.tokens == 32) return launch(t32, four);
       if (config.warpgroups == 4 && config.tokens == 64) return launch(t64, four);
+      if (config.warpgroups == 3 && config.tokens == 64) return launch(t64, three);
+      if (config.warpgroups == 3 && config.tokens == 96) return launch(t96, three);
       if (config.warpgroups == 2 && config.tokens == 48) return launch(t48, two);
     }
     if constexpr (kFlushes == 1) {

@@ -6,7 +6,7 @@
 namespace wonly::warpgroup {
 
 struct Config {
-  int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 80 to 176, and other warpgroups than 2, as
+  int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 80 to 192, and other warpgroups than 2, as
   int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8 (of eight bits),
                    // 16, 32 or 64, of four bits 48 and 96, and 2
   int cluster;     // CTAs along the inputs, 1 .. 8
@@ -17,6 +17,9 @@ struct Config {
 // Whether CTAs of so many tokens and two warpgroups may be of two teams, where one group ends in a stage and scales are
 // of the activations' type.
 constexpr bool has_teams(int tokens) { return tokens >= 64; }
+// Whether CTAs of so many warpgroups may share a tile's inputs in clusters: three have tiles for a wave of all
+// multiprocessors, whose sums leave no room for those of others.
+constexpr bool shares_inputs(int warpgroups) { return warpgroups != 3; }
 // Whether so many CTAs for n outputs, whose inputs no others share, are in pairs, where the kernel has such: where
 // nearly all multiprocessors copy activations from the L2, which that binds; fewer gain nothing.
 constexpr bool pairs(int64_t ctas, int64_t n, int multiprocessors) {

@@ -167,6 +167,8 @@ void products() {
     run(DType::kF16, 4, 99 + scheme * 50, 384, 12728, 128, scheme / 2 * 3);  // and with CTAs in pairs
     run(DType::kBF16, 4, 131 + 15 * scheme, 640, 12800, 128, scheme);        // and tiles of 136 tokens and more
     run(DType::kF16, 8 - scheme % 2 * 4, 150 - scheme / 2 * 15, 640, 12728, 32 << scheme % 2, scheme);  //
+    run(DType::kBF16, 4, 50 + 30 * scheme, 512, 24568 - 8 * scheme, 128, scheme / 2 * 3);  // and with 192 outputs
+    run(DType::kF16, 8 - scheme % 2 * 4, 128 + 64 * scheme, 512, 25328, 32 << scheme % 3, scheme);  //
   }
 }
 

@@ -270,6 +270,49 @@ def test_pairs(rng, m, k, n, bits, mode, tokens, x_dtype):
     np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(lines))
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "n", "bits", "mode", "group_size", "tokens"),
+    [
+        (61, 512, 24568, 4, "symmetric", 128, 64),
+        (57, 1664, 18944, 4, "integer_zeros", 128, 64),
+        (64, 384, 25008, 4, "symmetric", 384, 64),
+        (93, 640, 24568, 4, "symmetric", 128, 96),
+        (85, 512, 22016, 4, "offsets", 128, 96),
+        (96, 1024, 18928, 4, "integer_zeros", 128, 96),
+        (90, 1152, 24568, 8, "symmetric", 128, 96),
+        (125, 512, 24568, 4, "symmetric", 128, 128),
+        (117, 1152, 22016, 4, "integer_zeros", 64, 128),
+        (128, 640, 24400, 8, "offsets", 32, 128),
+        (120, 1024, 24560, 8, "integer_zeros", 128, 128),
+        (150, 640, 24568, 4, "symmetric", 128, 152),
+        (151, 1024, 22016, 4, "offsets", 128, 152),
+        (173, 512, 24568, 4, "symmetric", 128, 176),
+        (350, 1024, 12648, 8, "symmetric", 32, 176),
+        (525, 640, 8200, 4, "offsets", 64, 176),
+        (183, 640, 24568, 4, "offsets", 128, 184),
+        (1100, 384, 4096, 8, "symmetric", 128, 184),
+        (547, 1024, 8192, 4, "symmetric", 32, 184),
+        (190, 384, 24560, 4, "integer_zeros", 32, 192),
+        (570, 1152, 8176, 8, "integer_zeros", 64, 192),
+        (1147, 640, 4096, 4, "symmetric", 128, 192),
+    ],
+)
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+def test_tiles_of_192_outputs(rng, m, k, n, bits, mode, group_size, tokens, x_dtype):
+    """Three warpgroups of outputs, whose tiles fill all multiprocessors once or twice: the last outputs and tokens
+    of no whole tile, whole lines and numbers one by one, float32 too."""
+    found = expected_configuration(m, k, n, bits, mode, x_dtype, k // group_size)
+    assert found == ("matmul_warpgroup", tokens, 3, 1, 1)
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=x_dtype)
+    x = random_x(rng, (m, k), x_dtype)
+    for options in {}, {"activation": "relu", "preferred_element_type": jnp.float32}:
+        y = jw.matmul(x, weight.qt, implementation="cuda", **options)
+        dtype = "float32" if options else None
+        assert_product(y, x, weight, activation=options.get("activation"), out_dtype=dtype, rounded_weights=tokens > 64)
+        again = jw.matmul(x, weight.qt, implementation="cuda", **options)
+        np.testing.assert_array_equal(np.asarray(again), np.asarray(y))
+
+
 @pytest.mark.parametrize("m", [70, 100, 110, 118, 130, 147, 170, 200])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", [32, 128])
