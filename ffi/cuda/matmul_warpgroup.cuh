@@ -824,13 +824,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       bool arrives = false;
       const uint64_t first_x = ptx::wgmma_descriptor(ring);
       const uint32_t high = first_x >> 32, low = static_cast<uint32_t>(first_x);
-      // Of three warpgroups two may have no outputs: products that nobody wants would cost the others power.
-      const bool idle = S::kWarpgroups == 3 && warpgroup * kTileN >= outputs;
-      for (int index = 0; idle && index < stage_count; ++index, at.advance()) {
-        wait_full();
-        release(at.slot);
-      }
-      for (int left = stage_count; !idle && stage_count > 0;) {
+      for (int left = stage_count; stage_count > 0;) {
         const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
         load_unit(data, 1);
         multiply_unit(x, 0, acc);
