@@ -44,6 +44,7 @@ def case(k, n, m, dtype="bfloat16", bits=4, group_size=128, mode="symmetric"):
 OTHER_SCHEMES = ({"mode": "integer_zeros"}, {"mode": "offsets"}, {"group_size": 32}, {"group_size": 64}, {"bits": 8})
 MANY = ({"dtype": "float16"}, {"mode": "float_zeros"}, {"group_size": None}, *OTHER_SCHEMES)
 
+WIDE_GRID = (17, 24, 32, 33, 40, 48, 56, 64, 65, 72, 80, 97, 105, 113, 129, 137, 153, 161, 177, 193, 200, 224, 257)
 # Every number up to 64, then the middle and one more of what may be a kernel's tile.
 GRID = (*range(1, 65), *range(80, 257, 16), *range(97, 257, 32), *range(288, 513, 32), *range(300, 1025, 100))
 GRID = sorted({*GRID, 513, 640, 768, 897, 1024, 1281, 1536, 2048, 2500, 3000, 4096, 5555, 8192})
@@ -94,6 +95,9 @@ SUITES = {
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
     "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE]
+    + [case(4096, 4096, m) for m in (1000, 1025, 1050, 1104, 1105, 1150, 1153, 1200)]  # what whole waves have, and more
+    + [case(8192, 8192, m) for m in (520, 528, 529, 552, 576, 577, 1056, 1104, 1152, 1160)]
+    + [case(*WIDE[0], m) for m in WIDE_GRID]
     + [case(8192, 8192, m) for m in reversed(GRID)]
     + [case(k, n, m, **scheme) for k, n in (TABLE[1], TABLE[4]) for m in MIDDLE[:12] for scheme in OTHER_SCHEMES],
     "other_architectures": [
