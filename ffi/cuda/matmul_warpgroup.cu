@@ -7,7 +7,7 @@ namespace wonly::warpgroup {
 
 constexpr int kSplitBytes = 4;    // of an activation in pieces, and of a token's power of two
 constexpr int kSplitTokens = 64;  // of the largest tile of such
-constexpr int kMostTokens = 192;  // of a tile
+constexpr int kMostTokens = 216;  // of a tile
 
 int64_t split_rows(const MatmulArgs& args) {
   const bool each = args.x_batch_stride != 0;  // of the batch has its own

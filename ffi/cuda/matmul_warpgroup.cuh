@@ -126,6 +126,10 @@ struct Shape {
   static constexpr bool kAnyScales = !kPlain || Source::kWindows;  // not of the activations' type alone
   static constexpr bool kMultipliesSums = kSums && kTokens >= 64;  // on tensor cores
   static constexpr int kRows = kWarpgroups * kTileN;
+  static constexpr bool kShares = shares_inputs(kWarpgroups);
+  // Half of a stage's activations are multiplied before the other half has come, which is felt at the first stage. Not
+  // where conversion binds, as it takes an instruction more (docs/performance.md, log 128).
+  static constexpr bool kHalves = kRounded && !Source::kWindows && kTokens >= (kFlushes == 1 || kBits == 8 ? 112 : 144);
   static constexpr bool kTeams =
       has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
   static constexpr bool kPairs = kTeams && kRounded && kTokens >= 96 && kArrivals == 1;
@@ -151,8 +155,9 @@ struct Shape {
   // and not the weights bind.
   static constexpr bool kTwoSums = Source::kPieces > 1 && kFlushes == 1 && kCtas == 1 && kTokens <= 64;
 
-  // A unit is what the tensor cores work on while the codes of the next are converted.
-  static constexpr int kUnits = kFlushes == 4 && !kRounded ? 4 : 2;
+  // A unit is what the tensor cores work on while the codes of the next are converted: of more tokens there are no
+  // registers for half a stage's.
+  static constexpr int kUnits = (kFlushes == 4 && !kRounded) || kTokens > 200 ? 4 : 2;
   static constexpr int kUnitSteps = kStageSteps / kUnits;
 
   static constexpr int kTiles = kStageK / tile_k(kBits);      // packed tiles of a stage along the inputs
@@ -180,11 +185,14 @@ struct Shape {
   static constexpr int kFit =
       (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
+  // Results of a warpgroup, of which a stage has room for two.
+  static constexpr int kResultBytes = (kTokens + 15) / 16 * 16 * kTileN * 2;
+  static_assert(2 * kResultBytes <= kStageBytes);
   // Partial sums of a cluster's CTAs, of the tokens that one finishes, take the place of the stages, and behind them,
   // as many again, which are read but mean nothing, and the results.
   static constexpr int kMostOfRank = (kTokens / 2 + 15) / 16 * 16;  // tokens, of two or more
   static constexpr int kLineBytes = Source::kWindows ? 0 : kMostOfRank * kRows * (4 + 2);
-  static constexpr int kOfCluster = shares_inputs(kWarpgroups) ? 8 * (kMaxCluster - 1) * kRows * 4 + kLineBytes : 0;
+  static constexpr int kOfCluster = kShares ? 8 * (kMaxCluster - 1) * kRows * 4 + kLineBytes : 0;
   static_assert(kStages >= 3 && kTokens * kRows * 4 + kOfCluster <= kStages * kStageBytes);
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
   // The product that adds activations up takes 64 tokens at a time, of which those beyond kTokens are other data.
@@ -286,6 +294,23 @@ __device__ __forceinline__ void convert(const uint4& words, const Of& low, const
   convert_half<X, kBits>(words.z, words.w, low, high, a + (kBits == 4 ? 2 : 1));
 }
 
+// A warpgroup's product of the weights and activations of 16 inputs. Two where there are so many columns that one would
+// take more than 128 registers, with which four warpgroups are launched: ptxas refuses that, whatever they have later.
+template <typename X, int kColumns>
+__device__ __forceinline__ void multiply_step(float (&sums)[kColumns / 2], const uint32_t (&weights)[4], uint64_t x,
+                                              bool accumulate) {
+  if constexpr (kColumns > 192) {
+    constexpr int kFirst = kColumns / 16 * 8, kSecond = kColumns - kFirst;
+    multiply_step<X, kFirst>(reinterpret_cast<float (&)[kFirst / 2]>(sums), weights, x, accumulate);
+    multiply_step<X, kSecond>(reinterpret_cast<float (&)[kSecond / 2]>(sums[kFirst / 2]), weights,
+                              x + (kFirst * 128 >> 4), accumulate);
+  } else if constexpr (Convert<X>::kBf16) {
+    ptx::Wgmma<kColumns>::bf16(sums, weights, x, accumulate);
+  } else {
+    ptx::Wgmma<kColumns>::f16(sums, weights, x, accumulate);
+  }
+}
+
 // A warpgroup's products of the weights of some steps of 16 inputs, from step `first` of a stage on, with that stage's
 // activations: two halves of 64 inputs, `half_bytes` apart. `accumulate`: whether sums go on with the first of them.
 template <typename X, int kColumns, int kSteps>
@@ -296,11 +321,7 @@ __device__ __forceinline__ void multiply_steps(float (&sums)[kColumns / 2], cons
   for (int i = 0; i < kSteps; ++i) {
     const int step = first + i;
     const uint64_t operand_x = x + ((step / 4 * half_bytes + step % 4 * 32) >> 4);
-    if constexpr (Convert<X>::kBf16) {
-      ptx::Wgmma<kColumns>::bf16(sums, weights[i], operand_x, i > 0 || accumulate);
-    } else {
-      ptx::Wgmma<kColumns>::f16(sums, weights[i], operand_x, i > 0 || accumulate);
-    }
+    multiply_step<X, kColumns>(sums, weights[i], operand_x, i > 0 || accumulate);
   }
   ptx::wgmma_commit();
 }
@@ -391,10 +412,10 @@ __device__ __forceinline__ void store_sums(const float (&sum)[S::kSumBlocks][4],
 // Of the blocks of eight tokens that CTAs of a cluster share out, block b to rank b % cluster.
 struct Blocks {
   int most, mine;  // of a rank, and of this one
-  __device__ Blocks(const Params& params, int rank, int blocks) {
+  __device__ Blocks(const Params& params, int cluster, int rank, int blocks) {
     int rest;
-    most = params.ranks.divide(blocks + params.cluster - 1, &rest);
-    mine = most - ((most - 1) * params.cluster + rank < blocks ? 0 : 1);
+    most = params.ranks.divide(blocks + cluster - 1, &rest);
+    mine = most - ((most - 1) * cluster + rank < blocks ? 0 : 1);
   }
 };
 // Of a rank, in vectors of four.
@@ -417,6 +438,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   uint64_t* full = reinterpret_cast<uint64_t*>(shared);
   uint64_t* empty = full + S::kStages;
   uint64_t* summed = empty + S::kStages;
+  uint64_t* second = summed;  // half of the activations has come, where none are summed
   uint64_t* received = summed + S::kStages;
   uint8_t* const ring = shared + kBarrierBytes;
 
@@ -428,6 +450,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       ptx::barrier_init(full + i, producers);
       ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals * (paired ? 2 : 1));
       if (S::kSums) ptx::barrier_init(summed + i, 4 * kArrivals);
+      if (S::kHalves) ptx::barrier_init(second + i, 1);
     }
     // That of the sums: bytes from the rest of the cluster, and the warps that write this CTA's own.
     ptx::barrier_init(received, 1 + S::kWarpgroups * 4 * kArrivals);
@@ -435,6 +458,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   }
   if (paired) ptx::cluster_arrive();
   const MatmulArgs& args = params.args;
+  const int cluster = S::kShares ? params.cluster : 1;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   // No division that the first copies would wait for.
@@ -447,7 +471,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int64_t batch = S::kTeams && params.teams > 1 ? 0 : blockIdx.z;
 
   const int team = S::kTeams && params.teams > 1 ? static_cast<int>(blockIdx.z) : 0;
-  const int share = team * params.cluster + rank;
+  const int share = team * cluster + rank;
   const int first_stage = share * params.stages + min(share, params.more_stages);
   const int stage_count = params.stages + (share < params.more_stages ? 1 : 0);
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
@@ -530,8 +554,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const int factors =
             S::kFlushes > 1 ? stage_groups * S::kRows * (scale_size + shift_size) : scale_row_bytes + shift_row_bytes;
         const int rows = paired ? 2 * half_rows : tokens;
-        const int mine = copies_x ? S::Source::kPieces * rows * (kStageK * 2) : producer == 1 && grouped ? factors : 0;
+        const int half_bytes = S::Source::kPieces * rows * kStageK;
+        const int mine = copies_x ? (S::kHalves ? 1 : 2) * half_bytes : producer == 1 && grouped ? factors : 0;
         ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
+        uint64_t* const half_done = S::kHalves ? second + at.slot : done;
+        if (S::kHalves && copies_x) ptx::barrier_expect(half_done, half_bytes);
         if (producer < row_tiles) {
           ptx::bulk_copy(to + S::kWeightsAt + producer * S::kTiles * kTileBytes,
                          words + static_cast<int64_t>(stage) * S::kTiles * kTileWords, tile_bytes, done);
@@ -540,14 +567,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           const int first = of_cluster * half_rows;
           uint8_t* const x = to + first * 128;
           ptx::tensor_copy_3d_multicast(x, x_map, stage * kStageK, m0 + first, x_batch, done, 3);
-          ptx::tensor_copy_3d_multicast(x + S::kHalfBytes, x_map, stage * kStageK + 64, m0 + first, x_batch, done, 3);
+          ptx::tensor_copy_3d_multicast(x + S::kHalfBytes, x_map, stage * kStageK + 64, m0 + first, x_batch, half_done,
+                                        3);
         } else if (copies_x) {
 #pragma unroll
           for (int piece = 0; piece < S::Source::kPieces; ++piece) {
             const int of_piece = piece * (args.x_batch_stride == 0 ? 1 : static_cast<int>(args.batch)) + x_batch;
             uint8_t* const x = to + piece * S::kTokens * 128;
             ptx::tensor_copy_3d(x, x_map, stage * kStageK, m0, of_piece, done);
-            ptx::tensor_copy_3d(x + S::kHalfBytes, x_map, stage * kStageK + 64, m0, of_piece, done);
+            ptx::tensor_copy_3d(x + S::kHalfBytes, x_map, stage * kStageK + 64, m0, of_piece, half_done);
           }
         } else if (producer == 1 && S::kFlushes > 1) {
           const int first = stage * stage_groups;
@@ -611,7 +639,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
     }
     __syncwarp();
-    if (params.cluster > 1 || paired) ptx::cluster_meet();
+    if (cluster > 1 || paired) ptx::cluster_meet();
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
     const int warpgroup = warp / 4;
@@ -766,11 +794,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const int step = unit * S::kUnitSteps + i;
         const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
         const bool accumulate = S::kRounded || i > 0 || (S::kFlushes == 1 && unit > 0);
-        if constexpr (C::kBf16) {
-          ptx::Wgmma<S::kColumns>::bf16(product, codes[unit % 2][i], operand_x, accumulate);
-        } else {
-          ptx::Wgmma<S::kColumns>::f16(product, codes[unit % 2][i], operand_x, accumulate);
-        }
+        multiply_step<X, S::kColumns>(product, codes[unit % 2][i], operand_x, accumulate);
       }
       ptx::wgmma_commit();
     };
@@ -824,14 +848,23 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       bool arrives = false;
       const uint64_t first_x = ptx::wgmma_descriptor(ring);
       const uint32_t high = first_x >> 32, low = static_cast<uint32_t>(first_x);
+      const auto wait_half = [&](int unit) {
+        if (S::kHalves && unit == S::kUnits / 2) ptx::barrier_wait(second + at.slot, at.phase);
+      };
+      constexpr int kLast = S::kUnits - 1;
       for (int left = stage_count; stage_count > 0;) {
         const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
-        load_unit(data, 1);
-        multiply_unit(x, 0, acc);
-        ptx::wgmma_wait<1>();
-        arrive(done, arrives);
-        convert_unit(1);
-        multiply_unit(x, 1, acc);
+#pragma unroll
+        for (int unit = 0; unit < kLast; ++unit) {
+          load_unit(data, unit + 1);
+          wait_half(unit);
+          multiply_unit(x, unit, acc);
+          ptx::wgmma_wait<1>();
+          if (unit == 0) arrive(done, arrives);
+          convert_unit(unit + 1);
+        }
+        wait_half(kLast);
+        multiply_unit(x, kLast, acc);
         done = at.slot;
         arrives = releases;
         at.advance();
@@ -944,18 +977,29 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 
     // Every warpgroup is done with the ring, and every copy has landed: partial sums take its place, each rank's those
     // of the tokens that it finishes, as the accumulators of a warp lie.
-    const Blocks blocks(params, rank, token_blocks);
-    if (threadIdx.x == 0) ptx::barrier_expect(received, (params.cluster - 1) * blocks.mine * S::kRows * 8 * 4);
+    const Blocks blocks(params, cluster, rank, token_blocks);
+    if (threadIdx.x == 0) ptx::barrier_expect(received, (cluster - 1) * blocks.mine * S::kRows * 8 * 4);
     const bool lines = rounds_sums<S>(args);
     const tiles::ConsumerOf<S::kWarpgroups> me{warpgroup, warp % 4};
     float bias[2] = {};
     if (lines && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
-    if (params.cluster > 1 || paired) {
+    int staged_at = 0;
+    if (lines && cluster == 1) {
+      // Nor does a warpgroup that stages results alone wait for others' last products: two have room in the last stage
+      // but two, more in the one after it, which all have read but for who is late.
+      const int back = warpgroup < 2 ? 3 : 2;
+      int slot = at.slot - back;
+      uint32_t phase = at.phase;
+      if (slot < 0) slot += S::kStages, phase ^= 1;
+      if (stage_count >= back) ptx::barrier_wait(empty + slot, phase);
+      staged_at = slot * S::kStageBytes + warpgroup % 2 * S::kResultBytes;
+      if (paired) ptx::cluster_arrive();
+    } else if (cluster > 1 || paired) {
       ptx::cluster_meet();
     } else {
       asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
     }
-    // Rows of this CTA's, the first of which are staged from `at` of the ring on.
+    // Rows of this CTA's, the first of which this warpgroup stages from `at` of the ring on.
     const auto store = [&](const auto& sums, auto columns, int rows, int at) {
       constexpr int kStaged = (columns.value + 15) / 16 * 16;
       const auto pack = [&](int i) {
@@ -963,18 +1007,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
                          from_float<X>(fmaf(sums[i + 1], kUnscale, bias[i % 4 / 2])));
       };
       uint16_t* const y = static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n;
-      float* const staged = reinterpret_cast<float*>(ring + at + warpgroup * kStaged * kTileN * 2);
-      const int block = me.stored_row() / 8 * params.cluster + rank;
+      float* const staged = reinterpret_cast<float*>(ring + at);
+      const int block = me.stored_row() / 8 * cluster + rank;
       me.template store_placed<columns.value, kStaged>(
           args, y, n0 + warpgroup * kTileN, rows, staged, pack,
-          [&](int i) { return (block + 2 * i * params.cluster) * 8 + me.stored_row() % 8; });
+          [&](int i) { return (block + 2 * i * cluster) * 8 + me.stored_row() % 8; });
     };
-    if (lines && params.cluster == 1) {
-      store(acc, std::integral_constant<int, S::kTokens>{}, tokens, 0);
+    if (lines && cluster == 1) {
+      store(acc, std::integral_constant<int, S::kTokens>{}, tokens, staged_at);
+      if (paired) ptx::cluster_wait();
       return;
     }
     int owner = 0, at_block = rank * blocks.most;
-    const bool alone = S::Source::kWindows && params.cluster == 1;
+    const bool alone = S::Source::kWindows && cluster == 1;
     if (alone) {
       float4* const to = reinterpret_cast<float4*>(ring) + warp * 32 + lane;
 #pragma unroll
@@ -992,7 +1037,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       } else {
         *reinterpret_cast<float4*>(to) = v;
       }
-      if (++owner == params.cluster) {
+      if (++owner == cluster) {
         owner = 0;
         ++at_block;
       }
@@ -1005,7 +1050,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       float sums[kMost / 2] = {};
       const float4* from = reinterpret_cast<const float4*>(ring) + warp * 32 + lane;
 #pragma unroll 1
-      for (int other = 0; other < params.cluster; ++other, from += blocks.most * (S::kRows * 2)) {
+      for (int other = 0; other < cluster; ++other, from += blocks.most * (S::kRows * 2)) {
 #pragma unroll
         for (int i = 0; i < kMost / 8; ++i) {
           const float4 v = from[i * (S::kRows * 2)];
@@ -1014,7 +1059,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
       if constexpr (S::kTeams) {
         if (params.teams > 1) {
-          const int slice = static_cast<int>(blockIdx.x) * params.cluster + rank;
+          const int slice = static_cast<int>(blockIdx.x) * cluster + rank;
           uint64_t* const word = params.arrived + slice * S::kWarpgroups + warpgroup;
           float4* const at = params.partial + slice * kTeamSums<S> + threadIdx.x;
           if (team == 0) {
@@ -1037,13 +1082,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           }
         }
       }
-      const bool has_last = (blocks.mine - 1) * params.cluster + rank == token_blocks - 1;
+      const bool has_last = (blocks.mine - 1) * cluster + rank == token_blocks - 1;
       const int rows = blocks.mine * 8 - (has_last ? token_blocks * 8 - tokens : 0);
-      store(sums, std::integral_constant<int, kMost>{}, rows, S::kStages * S::kStageBytes - kMost * S::kRows * 2);
+      const int staged = S::kStages * S::kStageBytes - (S::kWarpgroups - warpgroup) * kMost * kTileN * 2;
+      store(sums, std::integral_constant<int, kMost>{}, rows, staged);
     }
   }
   if (rounds_sums<S>(args)) return;
-  const int most_blocks = Blocks(params, rank, token_blocks).most;
+  const int most_blocks = Blocks(params, cluster, rank, token_blocks).most;
 
   ptx::barrier_wait(received, 0);
   if (S::Source::kPieces > 1) ptx::wait_for_last_kernel();  // whose powers of two this thread reads
@@ -1063,12 +1109,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       const float* const mine =
           reinterpret_cast<const float*>(ring) + chunk / 2 * 128 + of_block / 2 * 4 + chunk % 2 * 2 + of_block % 2;
       for (int block = threadIdx.x / (8 * kChunks); block < most_blocks; block += kAtOnce) {
-        const int token = (block * params.cluster + rank) * 8 + of_block;
+        const int token = (block * cluster + rank) * 8 + of_block;
         if (token >= tokens) break;
         float sum[8] = {};
         const float* at = mine + block * (S::kRows * 8);
 #pragma unroll 1
-        for (int other = 0; other < params.cluster; ++other, at += most_blocks * (S::kRows * 8)) {
+        for (int other = 0; other < cluster; ++other, at += most_blocks * (S::kRows * 8)) {
 #pragma unroll
           for (int j = 0; j < 8; ++j) sum[j] += at[j * 16];
         }
@@ -1086,10 +1132,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   }
   // Neighbouring lanes take neighbouring tokens: of those the sums lie in different banks.
   constexpr uint32_t kQuads = S::kRows / 4;
-  const auto token_of = [&](uint32_t i) {
-    return static_cast<int>((i / (8 * kQuads) * params.cluster + rank) * 8 + i % 8);
-  };
-  const int slice = static_cast<int>(blockIdx.x) * params.cluster + rank;
+  const auto token_of = [&](uint32_t i) { return static_cast<int>((i / (8 * kQuads) * cluster + rank) * 8 + i % 8); };
+  const int slice = static_cast<int>(blockIdx.x) * cluster + rank;
   uint64_t* const word = params.arrived + slice * S::kWarpgroups;
   const bool first_team = S::kTeams && params.teams > 1 && team == 0;
   const bool last_team = S::kTeams && params.teams > 1 && team > 0;
@@ -1111,7 +1155,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const float* at = reinterpret_cast<const float*>(ring) + (warp_of * 32 + lane_of) * 4 + quad / 2 % 2 * 2 + i % 2;
     float sum[4] = {};
 #pragma unroll 1
-    for (int other = 0; other < params.cluster; ++other) {
+    for (int other = 0; other < cluster; ++other) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum[j] += at[j * 16];
       at += most_blocks * S::kRows * 8;
@@ -1241,6 +1285,7 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   constexpr integral_constant<int, 32> t32;
   constexpr integral_constant<int, 48> t48;
   constexpr integral_constant<int, 64> t64;
+  constexpr integral_constant<int, 72> t72;
   constexpr integral_constant<int, 80> t80;
   constexpr integral_constant<int, 96> t96;
   constexpr integral_constant<int, 104> t104;
@@ -1254,6 +1299,8 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   constexpr integral_constant<int, 176> t176;
   constexpr integral_constant<int, 184> t184;
   constexpr integral_constant<int, 192> t192;
+  constexpr integral_constant<int, 200> t200;
+  constexpr integral_constant<int, 216> t216;
   constexpr bool kRounded = kKind == Kind::kRounded || kKind == Kind::kRoundedAndZeros;
   if (config.cluster > 1 && !shares_inputs(config.warpgroups)) return cudaErrorInvalidConfiguration;
   if constexpr (kRounded) {
@@ -1262,19 +1309,21 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     if (config.warpgroups == 2 && config.tokens == 112) return launch(t112, two);
     if (config.warpgroups == 2 && config.tokens == 136) return launch(t136, two);
     if (config.warpgroups == 2 && config.tokens == 152) return launch(t152, two);
+    if (config.warpgroups == 3 && config.tokens == 96) return launch(t96, three);
+    if (config.warpgroups == 3 && config.tokens == 120) return launch(t120, three);
     if (config.warpgroups == 3 && config.tokens == 128) return launch(t128, three);
+    if (config.warpgroups == 3 && config.tokens == 152) return launch(t152, three);
     if (config.warpgroups == 3 && config.tokens == 176) return launch(t176, three);
     if (config.warpgroups == 3 && config.tokens == 184) return launch(t184, three);
     if (config.warpgroups == 3 && config.tokens == 192) return launch(t192, three);
   }
-  if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit
+  if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit or two, or weights bind
     if (config.warpgroups == 2 && config.tokens == 176) return launch(t176, two);
-  }
-  if constexpr (kKind == Kind::kRounded && kFlushes == 1) {
-    if (config.warpgroups == 3 && config.tokens == 96) return launch(t96, three);
+    if (config.warpgroups == 3 && config.tokens == 72) return launch(t72, three);
+    if (config.warpgroups == 3 && config.tokens == 200) return launch(t200, three);
+    if (config.warpgroups == 3 && config.tokens == 216) return launch(t216, three);
   }
   if constexpr (kKind == Kind::kRounded && kFlushes == 1 && kBits == 4) {
-    if (config.warpgroups == 3 && config.tokens == 152) return launch(t152, three);
     if (config.warpgroups == 2 && config.tokens == 80) return launch(t80, two);
     if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
     if (config.warpgroups == 2 && config.tokens == 120) return launch(t120, two);

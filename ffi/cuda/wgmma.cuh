@@ -27,6 +27,7 @@ struct WgmmaBytes;
 #define WONLY_D24 WONLY_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WONLY_D32 WONLY_D16 \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WONLY_D36 WONLY_D32 ", %32, %33, %34, %35"
 #define WONLY_D40 WONLY_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define WONLY_D48 WONLY_D32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -64,6 +65,7 @@ struct WgmmaBytes;
 #define WONLY_OF16(bound, i) WONLY_OF8(bound, i), WONLY_OF8(bound, i + 8)
 #define WONLY_OF24(bound, i) WONLY_OF16(bound, i), WONLY_OF8(bound, i + 16)
 #define WONLY_OF32(bound, i) WONLY_OF16(bound, i), WONLY_OF16(bound, i + 16)
+#define WONLY_OF36(bound, i) WONLY_OF32(bound, i), WONLY_OF4(bound, i + 32)
 #define WONLY_OF40(bound, i) WONLY_OF32(bound, i), WONLY_OF8(bound, i + 32)
 #define WONLY_OF48(bound, i) WONLY_OF32(bound, i), WONLY_OF16(bound, i + 32)
 #define WONLY_OF52(bound, i) WONLY_OF48(bound, i), WONLY_OF4(bound, i + 48)
@@ -127,6 +129,7 @@ WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 24, 12, 12, 13, 14, 15, 16, 17)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 32, 16, 16, 17, 18, 19, 20, 21)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 48, 24, 24, 25, 26, 27, 28, 29)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 64, 32, 32, 33, 34, 35, 36, 37)
+WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 72, 36, 36, 37, 38, 39, 40, 41)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 80, 40, 40, 41, 42, 43, 44, 45)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 96, 48, 48, 49, 50, 51, 52, 53)
 WONLY_WGMMA_TYPES(Wgmma, WONLY_WGMMA, 104, 52, 52, 53, 54, 55, 56, 57)
@@ -181,6 +184,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_D16
 #undef WONLY_D24
 #undef WONLY_D32
+#undef WONLY_D36
 #undef WONLY_D40
 #undef WONLY_D48
 #undef WONLY_D52
@@ -207,6 +211,7 @@ struct WgmmaBytes<256> {
 #undef WONLY_OF16
 #undef WONLY_OF24
 #undef WONLY_OF32
+#undef WONLY_OF36
 #undef WONLY_OF40
 #undef WONLY_OF48
 #undef WONLY_OF52
