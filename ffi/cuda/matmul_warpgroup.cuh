@@ -988,11 +988,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       // Nor does a warpgroup that stages results alone wait for others' last products: two have room in the last stage
       // but two, more in the one after it, which all have read but for who is late.
       const int back = warpgroup < 2 ? 3 : 2;
-      int slot = at.slot - back;
-      uint32_t phase = at.phase;
-      if (slot < 0) slot += S::kStages, phase ^= 1;
-      if (stage_count >= back) ptx::barrier_wait(empty + slot, phase);
-      staged_at = slot * S::kStageBytes + warpgroup % 2 * S::kResultBytes;
+      const RingPosition<S::kStages> read = at.before(back);
+      if (stage_count >= back) ptx::barrier_wait(empty + read.slot, read.phase);
+      staged_at = read.slot * S::kStageBytes + warpgroup % 2 * S::kResultBytes;
       if (paired) ptx::cluster_arrive();
     } else if (cluster > 1 || paired) {
       ptx::cluster_meet();

@@ -16,6 +16,11 @@ struct RingPosition {
       phase ^= 1;
     }
   }
+  // Where it was so many stages ago, no more of them than there are slots.
+  __device__ RingPosition before(int stages) const {
+    const int back = slot - stages;
+    return back < 0 ? RingPosition{back + kStages, phase ^ 1} : RingPosition{back, phase};
+  }
 };
 
 }  // namespace wonly
