@@ -43,10 +43,11 @@ constexpr int kTileRows = kTileTokens;
 using tiles::Consumer, tiles::kOutputs, tiles::kThreads, tiles::kWarpgroups, tiles::Place, tiles::place_of;
 constexpr int kCluster = kClusterCtas;
 static_assert(kOutputs == kCtaOutputs && kCluster == tiles::kCluster);
-constexpr int kAffineWarps = 2;  // of the producer's
-constexpr int kBoxRows = 32;     // of the tensor copy engine
-constexpr int kStagedRows = 32;  // that a warpgroup writes at a time, as float32
-constexpr int kPlacedRows = 64;  // or as 16 bits, where they may lie anywhere
+constexpr int kAffineWarps = 2;       // of the producer's
+constexpr int kBoxRows = 32;          // of the tensor copy engine
+constexpr int kStagedRows = 32;       // that a warpgroup writes at a time, as float32
+constexpr int kPlacedRows = 64;       // or as 16 bits, where they may lie anywhere
+constexpr int kConsumersBarrier = 3;  // of both warpgroups, beside those of each
 static_assert(kStagedRows * tiles::kStagedStride * 4 >= kPlacedRows * kTileN * 2);
 
 // Rows of activations and the cluster's outputs, to be summed over stages first_stage .. end_stage - 1.
@@ -155,9 +156,6 @@ struct Shape {
   static constexpr int kStagedAt = tiles::kBarrierBytes + kStages * kStageBytes;
   static constexpr int kSourceAt = kStagedAt + kStagedBytes;
   static_assert(kStageBytes % 1024 == 0 && kStages >= 4);
-  // Of results of a warpgroup.
-  static constexpr int kResultRows = (kHighest<Source::kHeights> + kPlacedRows - 1) / kPlacedRows * kPlacedRows;
-  static_assert(kResultRows * kTileN * 2 <= kStageBytes);
 };
 
 template <typename Source>
@@ -589,17 +587,9 @@ __global__ void __launch_bounds__(kThreads, 1)
                            from_float<X>(fmaf(acc[i + 1], 1.f / C::kUnit, bias[i % 4 / 2])));
         };
         uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
-        // Of the last tile all at once, where nothing more comes: a warpgroup each in one of the two stages before the
-        // last, which both have read but for who is late.
-        const bool whole = last && tile.end_stage - tile.first_stage > kWarpgroups;
-        float* to = staged;
-        if (whole) {
-          const auto read = ring.at.before(2 + me.warpgroup);
-          ptx::barrier_wait(ring.empty + read.slot, read.phase);
-          to = reinterpret_cast<float*>(ring.stages + read.slot * S::kStageBytes);
-        }
+        float* const of_all = reinterpret_cast<float*>(ring.stages + me.warpgroup * kTileRows * kTileN * 2);
         const auto store = [&](auto&& place_of) {
-          me.store_placed<kTileRows, kPlacedRows>(args, y, n0, tile.rows, to, pack, place_of, whole);
+          me.store_placed<kTileRows, kPlacedRows>(args, y, n0, tile.rows, last ? of_all : staged, pack, place_of, last);
         };
         if constexpr (Source::kLoadsRows) {
           int places[kTileRows / 16];  // all on their way at once
@@ -639,7 +629,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       float acc[kTileRows / 2];
       with_height(source.columns(tile), HeightsOf<Source::kHeights>{},
                   [&](auto columns) { multiply(tile, acc, columns); });
-      finish_tile(tile, acc, index + 1 == count);
+      const bool last = index + 1 == count;
+      if (last) ptx::named_sync<kConsumersBarrier, kWarpgroups * 128>();  // nobody has anything in the ring any more
+      finish_tile(tile, acc, last);
     }
   }
   if (ctas > 1) ptx::cluster_meet();  // the other CTA may still copy to here
