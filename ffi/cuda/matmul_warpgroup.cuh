@@ -985,8 +985,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     if (lines && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
     int staged_at = 0;
     if (lines && cluster == 1) {
-      // Nor does a warpgroup that stages results alone wait for others' last products: two have room in the last stage
-      // but two, more in the one after it, which all have read but for who is late.
+      // Whose results are those of all inputs does not wait for others' last products: it stages them in the last stage
+      // but two, where there is room for two warpgroups, or in the one after that, as soon as all have read it.
       const int back = warpgroup < 2 ? 3 : 2;
       const RingPosition<S::kStages> read = at.before(back);
       if (stage_count >= back) ptx::barrier_wait(empty + read.slot, read.phase);

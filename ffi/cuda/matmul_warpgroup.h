@@ -6,7 +6,7 @@
 namespace wonly::warpgroup {
 
 struct Config {
-  int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 80 to 216, and other warpgroups than 2, as
+  int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 72 to 216, and other warpgroups than 2, as
   int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8 (of eight bits),
                    // 16, 32 or 64, of four bits 48 and 96, and 2
   int cluster;     // CTAs along the inputs, 1 .. 8
