@@ -97,8 +97,8 @@ SUITES = {
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
     "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE]
-    + [case(4096, 4096, m) for m in (720, 721, 912, 913)]  # what whole waves have, and more
-    + [case(4096, 4096, m) for m in (1000, 1025, 1050, 1104, 1105, 1150, 1153, 1200, 1296, 1297)]
+    # What whole waves have, and more.
+    + [case(4096, 4096, m) for m in (720, 721, 912, 913, 1000, 1025, 1050, 1104, 1105, 1150, 1153, 1200, 1296, 1297)]
     + [case(8192, 8192, m) for m in (520, 528, 529, 552, 576, 577, 1056, 1104, 1152, 1160)]
     + [case(*WIDE[0], m) for m in WIDE_GRID]
     + [case(*WIDE[0], m, **scheme) for m in (40, 64, 72, 96, 120, 150, 200) for scheme in OTHER_SCHEMES]
