@@ -26,10 +26,9 @@ SOURCES = [f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled"
 SOURCES += [f"ragged_{name}" for name in ("matmul", "resident", "tiled", "warpgroup")]
 SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
-KERNELS = ["matmul_mma", "ragged_plan", "ragged_decode_int8", "ragged_resident_kernels"]
-KERNELS += ["ragged_stream_f32", "ragged_transposed_stream_f32"]
-KERNELS += [f"ragged_{name}_bf16" for name in ("stream", "tiled", "warpgroup")]
-KERNELS += [f"ragged_transposed_{name}_bf16" for name in ("stream", "warpgroup")]
+KERNELS = ["matmul_mma", "ragged_plan", "matmul_decode_kernels"]
+RAGGED = ("resident", "stream", "tiled", "warpgroup", "transposed_stream", "transposed_warpgroup")
+KERNELS += [f"ragged_{name}_kernels" for name in RAGGED]
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
 H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor
 A100 = (80, 108, 166912, 167936)

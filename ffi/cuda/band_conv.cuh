@@ -212,8 +212,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       int pixels[kPlaces / 16];
 #pragma unroll
       for (int i = 0; i < kPlaces / 16; ++i) pixels[i] = pixel(16 * i + me.stored_row());
-      me.store_placed<kPlaces, kPlacedRows, true>(args, static_cast<uint16_t*>(args.y), n0, kPlaces, staged, pack,
-                                                  [&](int i) { return pixels[i]; });
+      me.store_placed<kPlaces, kPlacedRows, true>(static_cast<int>(args.n), static_cast<uint16_t*>(args.y), n0, kPlaces,
+                                                  staged, pack, [&](int i) { return pixels[i]; });
     } else {
       me.store<kPlaces, kStagedRows>(
           args, n0, kPlaces, staged, [&](int i) { return make_float2(acc[i], acc[i + 1]); },

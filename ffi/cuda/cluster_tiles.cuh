@@ -18,7 +18,6 @@ constexpr int kCluster = 2;
 constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup produces
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kBarrierBytes = 1024;  // keeps the ring aligned for the 128-byte swizzle
-constexpr int kChunkRows = 32;       // of 16 bits that a warpgroup writes at a time
 constexpr int kNoteBytes = 64;
 constexpr int kStagedStride = kTileN + 4;  // floats of a row, so that no two lanes share a bank
 
@@ -134,57 +133,25 @@ struct ConsumerOf {
 
   // Of its two outputs.
   __device__ void load_bias(const MatmulArgs& args, int64_t batch, int64_t n0, float (&bias)[2]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      bias[i] = load_element(args.bias, batch * args.bias_batch_stride + min(n0 + row() + 8 * i, args.n - 1),
-                             args.bias_dtype);
-    }
+    const int64_t first = batch * args.bias_batch_stride + min(n0 + row(), args.n - 1);
+    const int second = n0 + row() + 8 < args.n ? 8 : 0;
+    load_elements(args.bias, args.bias_dtype, bias, [&](int i) { return first + i * second; });
   }
 
-  // Writes `rows` rows of the result's outputs from n0 on, of 16 bits, through shared memory, so that a row's outputs
-  // leave together. pack(i): sums i and i + 1 as they are stored; row_of(i): where row i is.
-  template <int kColumns, typename Pack, typename RowOf>
-  __device__ __forceinline__ void store_packed(const MatmulArgs& args, int64_t n0, int rows, float* staged, Pack&& pack,
-                                               RowOf&& row_of) const {
-    uint4* const chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
-#pragma unroll
-    for (int part = 0; part < kColumns / kChunkRows; ++part) {
-      const int base = part * kChunkRows;
-      if (base >= rows) break;
-      sync();
-#pragma unroll
-      for (int pair = 0; pair < kChunkRows / 16; ++pair) {
-        uint32_t matrices[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) matrices[i] = pack(part * (kChunkRows / 2) + pair * 8 + i * 2);
-        const int column = pair * 16 + lane() / 16 * 8 + lane() % 8, chunk = warp * 2 + lane() / 8 % 2;
-        ptx::store_matrices_transposed(chunks + column * 8 + (chunk ^ (column % 8)), matrices);
-      }
-      sync();
-#pragma unroll
-      for (int i = 0; i < kChunkRows * 8 / 128; ++i) {
-        const int column = i * 16 + thread() / 8, chunk = thread() % 8;
-        const int64_t n = n0 + chunk * 8;
-        if (base + column >= rows || n >= args.n) continue;
-        *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args.y) + row_of(base + column) * args.n + n) =
-            chunks[column * 8 + (chunk ^ (column % 8))];
-      }
-    }
-  }
-
-  // The same for rows that may lie anywhere, whose places are known before; kRows at a time, 16 or some, for which
-  // `staged` has room: for all, where nobody else has anything there, if it is `whole`. kColumns are whole eights.
-  // pack(i): sums i and i + 1 as they are stored; place_of(i): where row 16 i + stored_row() is, from `y` on, or, with
-  // kHoles, negative if there is none.
+  // Writes `rows` rows of the result's `outputs` from n0 on, of 16 bits, through shared memory, so that a row's outputs
+  // leave together; kRows at a time, 16 or some, for which `staged` has room: for all, where nobody else has anything
+  // there, if it is `whole`. kColumns are whole eights. pack(i): sums i and i + 1 as they are stored; place_of(i):
+  // where row 16 i + stored_row() is, from `y` on, or, with kHoles, negative if there is none.
   __device__ static int stored_row() { return thread() / 8; }
   template <int kColumns, int kRows, bool kHoles = false, typename Pack, typename PlaceOf>
-  __device__ __forceinline__ void store_placed(const MatmulArgs& args, uint16_t* y, int64_t n0, int rows, float* staged,
+  __device__ __forceinline__ void store_placed(int outputs, uint16_t* y, int64_t n0, int rows, float* staged,
                                                Pack&& pack, PlaceOf&& place_of, bool whole = false) const {
     uint4* chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
-    const int column = stored_row(), chunk = thread() % 8, outputs = static_cast<int>(args.n);
+    const int column = stored_row(), chunk = thread() % 8;
     const uint4* mine = chunks + column * 8 + (chunk ^ (column % 8));
-    const bool wanted = n0 + chunk * 8 < args.n;
+    const int mine_to = n0 + chunk * 8 < outputs ? rows - column : 0;  // rows that this thread may write end before
     uint16_t* const to = y + n0 + chunk * 8;
+    const int row_bytes = outputs * 2;
 #pragma unroll
     for (int part = 0; part < (kColumns + kRows - 1) / kRows; ++part) {
       const int base = part * kRows;
@@ -206,11 +173,8 @@ struct ConsumerOf {
 #pragma unroll
       for (int i = 0; i < kRows / 16; ++i) {
         if (base + i * 16 >= kColumns) break;
-        const int row = base + i * 16 + column;
-        if (row >= rows || !wanted) continue;
         const int place = place_of(part * (kRows / 16) + i);
-        if (kHoles && place < 0) continue;
-        *reinterpret_cast<uint4*>(to + static_cast<int64_t>(place) * outputs) = mine[i * 128];
+        ptx::store_in_row(to, place, row_bytes, mine[i * 128], base + i * 16 < mine_to && (!kHoles || place >= 0));
       }
       if (whole) chunks += kRows * 8, mine += kRows * 8;
     }

@@ -125,7 +125,7 @@ cudaError_t launch_bits(const ConvArgs& conv, const warpgroup::Config& config, c
     // Of few pixels converting codes takes longer than scaling sums.
     const auto launch_kind = [&](auto kind) {
       using S = warpgroup::Shape<Pixels, X, kBits, pixels.value, warpgroups.value, 2, kind.value>;
-      return warpgroup::launch_stages<S>(params, maps, (params.halves + 1) / 2, config, stream);
+      return warpgroup::launch_stages(warpgroup::kKernel<S>, params, maps, (params.halves + 1) / 2, config, stream);
     };
     using warpgroup::Kind;
     if constexpr (pixels.value < 64) {

@@ -100,6 +100,24 @@ __device__ __forceinline__ float load_element(const void* array, int64_t index, 
   }
 }
 
+// An element of a floating type from its bits, as they lie in memory.
+__device__ __forceinline__ float from_bits(uint32_t bits, DType type) {
+  const float single = __uint_as_float(bits << (type == DType::kF32 ? 0 : 16));
+  return type == DType::kF16 ? to_float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
+}
+// Several elements of a floating type at once: one choice of type. `index(i)`: where element i is.
+template <int kCount, typename Index>
+__device__ __forceinline__ void load_elements(const void* array, DType type, float (&to)[kCount], Index&& index) {
+  uint32_t bits[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    bits[i] = type == DType::kF32 ? static_cast<const uint32_t*>(array)[index(i)]
+                                  : static_cast<const uint16_t*>(array)[index(i)];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = from_bits(bits[i], type);
+}
+
 // A uint8 array takes integers of 0 to 255.
 __device__ __forceinline__ void store_element(void* array, int64_t index, float value, DType type) {
   switch (type) {
@@ -114,6 +132,16 @@ __device__ __forceinline__ void store_element(void* array, int64_t index, float 
       return;
     default:
       static_cast<float*>(array)[index] = value;
+  }
+}
+
+// Of a floating type.
+__device__ __forceinline__ void store_float(void* array, int64_t index, float value, DType type) {
+  if (type == DType::kF32) {
+    static_cast<float*>(array)[index] = value;
+  } else {
+    static_cast<uint16_t*>(array)[index] = static_cast<uint16_t>(
+        type == DType::kF16 ? from_float2<__half>(value, 0.f) : from_float2<__nv_bfloat16>(value, 0.f));
   }
 }
 

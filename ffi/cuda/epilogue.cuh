@@ -6,65 +6,88 @@
 
 namespace wonly {
 
+// gelu in its tanh form, whose (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)): an exponential and a quotient for both.
 __device__ __forceinline__ float apply(Activation activation, float v) {
-  switch (activation) {
-    case Activation::kNone:
-      return v;
-    case Activation::kRelu:
-      return v < 0.f ? 0.f : v;  // NaN stays NaN
-    case Activation::kRelu6:
-      return v < 0.f ? 0.f : v > 6.f ? 6.f : v;
-    case Activation::kGelu:
-      return 0.5f * v * (1.f + tanhf(0.7978845608028654f * (v + 0.044715f * v * v * v)));
-    case Activation::kSilu:
-      return v / (1.f + expf(-v));
+  if (activation == Activation::kGelu || activation == Activation::kSilu) {
+    const float of = activation == Activation::kSilu ? v : 1.5957691216057308f * (v + 0.044715f * v * v * v);
+    return __fdividef(v, 1.f + expf(-of));
   }
-  return v;
+  if (activation != Activation::kNone && v < 0.f) return 0.f;  // NaN stays NaN
+  return activation == Activation::kRelu6 && v > 6.f ? 6.f : v;
 }
+
+// What finishing a sum takes of a product, for an entry of its batch.
+struct Finish {
+  void* y;
+  const void* bias;
+  int64_t n, first_row, first_bias;
+  DType y_dtype, bias_dtype;
+  Activation activation;
+  bool has_bias;
+
+  __device__ __forceinline__ Finish(const MatmulArgs& args, int64_t batch)
+      : y(args.y),
+        bias(args.bias),
+        n(args.n),
+        first_row(batch * args.m),
+        first_bias(batch * args.bias_batch_stride),
+        y_dtype(args.y_dtype),
+        bias_dtype(args.bias_dtype),
+        activation(args.activation),
+        has_bias(args.has_bias) {}
+};
 
 // y[batch, m, n] from its sum; outputs beyond the last are dropped.
 __device__ __forceinline__ void finish(const MatmulArgs& args, int64_t batch, int64_t m, int64_t n, float sum) {
   if (n >= args.n) return;
-  if (args.has_bias) sum += load_element(args.bias, batch * args.bias_batch_stride + n, args.bias_dtype);
-  store_element(args.y, (batch * args.m + m) * args.n + n, apply(args.activation, sum), args.y_dtype);
+  if (args.has_bias) {
+    float bias[1];
+    load_elements(args.bias, args.bias_dtype, bias, [&](int) { return batch * args.bias_batch_stride + n; });
+    sum += bias[0];
+  }
+  store_float(args.y, (batch * args.m + m) * args.n + n, apply(args.activation, sum), args.y_dtype);
 }
 
-// Outputs n .. n + 3, n a multiple of 4: in one store where a row's address allows it.
-__device__ __forceinline__ void finish4(const MatmulArgs& args, int64_t batch, int64_t m, int64_t n,
-                                        const float (&sum)[4]) {
-  // One question for all four: each would be a constant to load and branches to take.
+// Outputs n .. n + 3, n a multiple of 4: in one store where a row's address allows it. Every kernel has this code, most
+// of which none of its products may need: it is kept short.
+__device__ __forceinline__ void finish4(const Finish& of, int64_t m, int64_t n, const float (&sum)[4]) {
   float value[4] = {sum[0], sum[1], sum[2], sum[3]};
-  if (args.has_bias) {
+  if (of.has_bias) {
+    float bias[4];
+    const int last = static_cast<int>(min(of.n - n, int64_t{4})) - 1;
+    load_elements(of.bias, of.bias_dtype, bias, [&](int i) { return of.first_bias + n + min(i, last); });
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t at = min(n + i, args.n - 1);
-      value[i] += load_element(args.bias, batch * args.bias_batch_stride + at, args.bias_dtype);
-    }
+    for (int i = 0; i < 4; ++i) value[i] += bias[i];
   }
-  if (args.activation != Activation::kNone) {
-    // In turns: the code for an activation is long, and every kernel has it.
+  const auto in_turns = [&](auto&& change) {
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
-      const float next = apply(args.activation, value[0]);
+      const float next = change(i, value[0]);
       value[0] = value[1], value[1] = value[2], value[2] = value[3], value[3] = next;
     }
+  };
+  if (of.activation != Activation::kNone) {
+    in_turns([&](int, float v) { return apply(of.activation, v); });
   }
-  if (args.n % 4 != 0 || args.y_dtype == DType::kF32) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (n + i < args.n) store_element(args.y, (batch * args.m + m) * args.n + n + i, value[i], args.y_dtype);
-    }
-    return;
-  }
-  uint2 packed;
-  if (args.y_dtype == DType::kF16) {
-    packed.x = pack_pair(from_float<__half>(value[0]), from_float<__half>(value[1]));
-    packed.y = pack_pair(from_float<__half>(value[2]), from_float<__half>(value[3]));
+  const int64_t at = (of.first_row + m) * of.n + n;
+  if (of.n % 4 != 0) {
+    in_turns([&](int i, float v) {
+      if (n + i < of.n) store_float(of.y, at + i, v, of.y_dtype);
+      return v;
+    });
+  } else if (of.y_dtype == DType::kF32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(of.y) + at) = {value[0], value[1], value[2], value[3]};
   } else {
-    packed.x = pack_pair(from_float<__nv_bfloat16>(value[0]), from_float<__nv_bfloat16>(value[1]));
-    packed.y = pack_pair(from_float<__nv_bfloat16>(value[2]), from_float<__nv_bfloat16>(value[3]));
+    const bool f16 = of.y_dtype == DType::kF16;
+    const auto pack = [&](int i) {
+      return f16 ? from_float2<__half>(value[i], value[i + 1]) : from_float2<__nv_bfloat16>(value[i], value[i + 1]);
+    };
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(of.y) + at) = {pack(0), pack(2)};
   }
-  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.y) + (batch * args.m + m) * args.n + n) = packed;
+}
+__device__ __forceinline__ void finish4(const MatmulArgs& args, int64_t batch, int64_t m, int64_t n,
+                                        const float (&sum)[4]) {
+  finish4(Finish(args, batch), m, n, sum);
 }
 
 }  // namespace wonly

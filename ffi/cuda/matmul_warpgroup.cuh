@@ -52,6 +52,7 @@ constexpr int kStageK = 128;
 constexpr int kStageSteps = kStageK / 16;
 constexpr int kMaxStages = 10;
 constexpr int kMaxCluster = 8;
+constexpr int kStoredTokens = 64;    // whose results leave at a time
 constexpr int kBarrierBytes = 1024;  // three for each stage and one; the ring is aligned for the 128-byte swizzle
 constexpr int kOnesAt = 512;         // in the same kilobyte: what adds up the activations of the groups of a stage,
 constexpr int kOnesBytes = 128;      // each 8 columns of 8 inputs
@@ -190,7 +191,7 @@ struct Shape {
   static_assert(2 * kResultBytes <= kStageBytes);
   // Partial sums of a cluster's CTAs, of the tokens that one finishes, take the place of the stages, and behind them,
   // as many again, which are read but mean nothing, and the results.
-  static constexpr int kMostOfRank = (kTokens / 2 + 15) / 16 * 16;  // tokens, of two or more
+  static constexpr int kMostOfRank = most_of_rank(kTokens);
   static constexpr int kLineBytes = Source::kWindows ? 0 : kMostOfRank * kRows * (4 + 2);
   static constexpr int kOfCluster = kShares ? 8 * (kMaxCluster - 1) * kRows * 4 + kLineBytes : 0;
   static_assert(kStages >= 3 && kTokens * kRows * 4 + kOfCluster <= kStages * kStageBytes);
@@ -418,14 +419,150 @@ struct Blocks {
     mine = most - ((most - 1) * cluster + rank < blocks ? 0 : 1);
   }
 };
-// Of a rank, in vectors of four.
-template <typename S>
-constexpr int kTeamSums = S::kMostOfRank * S::kRows / 4;
+// Sums of a rank of a team, in vectors of four.
+constexpr int team_sums(int tokens, int outputs) { return most_of_rank(tokens) * outputs / 4; }
 // Whether results are sums with a bias, rounded, and leave in whole lines.
 template <typename S>
 __device__ __forceinline__ bool rounds_sums(const MatmulArgs& args) {
   constexpr bool kMay = !S::Source::kWindows && S::Source::kPieces == 1 && !S::kSums;
   return kMay && args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
+}
+
+// Of one cluster's CTAs, or of two where teams share a tile's inputs, what a CTA finishes: the tokens of its blocks, of
+// those from m0 on, and all outputs of the tile, from n0 on.
+struct Share {
+  int cluster, rank, most_blocks;
+  int m0, tokens, n0;
+  float unscale;    // of the sums
+  int team;         // negative: there is one
+  uint64_t* word;   // handed over; of the first warpgroup
+  float4* partial;  // of this rank
+};
+
+// Stores sums of kTokens tokens and a bias, rounded, by way of `staged`, of which there are `rows`. y: of token m0. In
+// parts, so that the first leave while the next are rounded.
+template <typename X, int kTokens, int kWarpgroups>
+__device__ __forceinline__ void store_rows(const tiles::ConsumerOf<kWarpgroups>& me, const float (&sums)[kTokens / 2],
+                                           float unscale, const float (&bias)[2], int cluster, int rank, int rows,
+                                           uint8_t* staged, uint16_t* y, int n0, int outputs) {
+  const auto pack = [&](int i) {
+    return from_float2<X>(fmaf(sums[i], unscale, bias[i % 4 / 2]), fmaf(sums[i + 1], unscale, bias[i % 4 / 2]));
+  };
+  const int block = me.stored_row() / 8 * cluster + rank;
+  me.template store_placed<kTokens, kStoredTokens>(
+      outputs, y, n0, rows, reinterpret_cast<float*>(staged), pack,
+      [&](int i) { return (block + 2 * i * cluster) * 8 + me.stored_row() % 8; }, true);
+}
+
+// By a warpgroup: adds up the sums of the cluster's CTAs, which the threads here hold as accumulators lie, of kMost
+// tokens at most, and stores them.
+template <typename X, int kWarpgroups, int kMost, bool kTeams>
+__device__ __forceinline__ void finish_rows(const tiles::ConsumerOf<kWarpgroups>& me, const Share& share, int rows,
+                                            const float (&bias)[2], uint8_t* ring, uint8_t* staged, uint16_t* y,
+                                            int outputs) {
+  constexpr int kRows = kWarpgroups * kTileN;
+  float sums[kMost / 2] = {};  // beyond those of this rank there are other numbers
+  const float4* from = reinterpret_cast<const float4*>(ring) + threadIdx.x;
+#pragma unroll 1
+  for (int other = 0; other < share.cluster; ++other, from += share.most_blocks * (kRows * 2)) {
+#pragma unroll
+    for (int i = 0; i < kMost / 8; ++i) {
+      const float4 v = from[i * (kRows * 2)];
+      sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+    }
+  }
+  if constexpr (kTeams) {
+    if (share.team >= 0) {
+      uint64_t* const word = share.word + me.warpgroup;
+      float4* const at = share.partial + threadIdx.x;
+      if (share.team == 0) {
+#pragma unroll
+        for (int i = 0; i < kMost / 8; ++i) {
+          at[i * (kRows * 2)] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+        }
+        me.sync();
+        if (me.thread() == 0) ptx::hand_over(word);
+        return;
+      }
+      while (!ptx::handed_over(word)) {
+      }
+      me.sync();
+      if (me.thread() == 0) *word = 0;
+#pragma unroll
+      for (int i = 0; i < kMost / 8; ++i) {
+        const float4 v = __ldcg(at + i * (kRows * 2));
+        sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+      }
+    }
+  }
+  store_rows<X, kMost>(me, sums, share.unscale, bias, share.cluster, share.rank, rows, staged, y,
+                       share.n0 + me.warpgroup * kTileN, outputs);
+}
+
+// What a thread finishes in turn i: four outputs of a token. first_sum: of a CTA's, every 16th.
+template <int kWarpgroups>
+struct Quad {
+  int token, n, first_sum;
+
+  __device__ Quad(const Share& share, uint32_t i) {
+    constexpr uint32_t kQuads = kWarpgroups * kTileN / 4;
+    const uint32_t block = i / (8 * kQuads), quad = i / 8 % kQuads;
+    token = static_cast<int>((block * share.cluster + share.rank) * 8 + i % 8);
+    n = share.n0 + static_cast<int>(quad) * 4;
+    const uint32_t warp = block * (kWarpgroups * 4) + quad / 4, lane = quad % 2 * 16 + i % 8 / 2;
+    first_sum = static_cast<int>((warp * 32 + lane) * 4 + quad / 2 % 2 * 2 + i % 2);
+  }
+};
+
+// By all threads: adds up the sums, times factor_of(token), and finishes four outputs of a token at a time, those of
+// neighbouring lanes of neighbouring tokens, whose sums lie in different banks. With S::kSums, returns for which turns
+// of this thread's there are infinities or NaNs.
+template <typename S, typename FactorOf>
+__device__ __forceinline__ uint32_t finish_quads(const Finish& of, const Share& share, const uint8_t* ring,
+                                                 FactorOf&& factor_of) {
+  constexpr uint32_t kQuads = S::kRows / 4;
+  const bool first_team = S::kTeams && share.team == 0, last_team = S::kTeams && share.team > 0;
+  if (last_team) {
+    while (!ptx::handed_over(share.word)) {
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) *share.word = 0;
+  }
+  uint32_t again = 0;
+  int turn = 0;
+  for (uint32_t i = threadIdx.x; i < share.most_blocks * 8 * kQuads; i += S::kThreads, ++turn) {
+    const Quad<S::kWarpgroups> at(share, i);
+    if (at.n >= of.n || at.token >= share.tokens) continue;
+    const float* from = reinterpret_cast<const float*>(ring) + at.first_sum;
+    float sum[4] = {};
+#pragma unroll 1
+    for (int other = 0; other < share.cluster; ++other) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] += from[j * 16];
+      from += share.most_blocks * S::kRows * 8;
+    }
+    if constexpr (S::kTeams) {
+      float4* const of_both = share.partial + i;
+      if (first_team) {
+        *of_both = {sum[0], sum[1], sum[2], sum[3]};
+        continue;
+      }
+      if (last_team) {
+        const float4 v = __ldcg(of_both);
+        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+      }
+    }
+    const float factor = factor_of(at.token);
+#pragma unroll
+    for (float& of_one : sum) of_one *= factor;
+    if (S::kSums && !isfinite(sum[0] + sum[1] + sum[2] + sum[3])) again |= 1u << turn;
+    finish4(of, share.m0 + at.token, at.n, sum);
+  }
+  if (first_team) {
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::hand_over(share.word);
+  }
+  return again;
 }
 
 template <typename S>
@@ -462,7 +599,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   // No division that the first copies would wait for.
-  const int of_cluster = ptx::cluster_rank(), rank = paired ? 0 : of_cluster;
+  const int of_cluster = S::kShares ? ptx::cluster_rank() : 0, rank = paired ? 0 : of_cluster;
   int token_tile;  // tiles of the same weights run together
   int row_block = params.token_tiles.divide(static_cast<int>(blockIdx.x) >> paired, &token_tile);
   if (paired) row_block = 2 * row_block + of_cluster;
@@ -494,6 +631,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   // At the end the CTAs of a cluster share the tokens out, eight at a time: block b of them to rank b % cluster.
   const int tokens = min(S::kTokens, static_cast<int>(args.m) - m0);
   const int token_blocks = (tokens + 7) / 8;
+  const auto own_share = [&] {
+    const int most_blocks = Blocks(params, cluster, rank, token_blocks).most;
+    Share own{cluster, rank, most_blocks, m0, tokens, n0, kUnscale, -1, nullptr, nullptr};
+    if (S::kTeams && params.teams > 1) {
+      const int slice = static_cast<int>(blockIdx.x) * cluster + rank;
+      own.team = team;
+      own.word = params.arrived + slice * S::kWarpgroups;
+      own.partial = params.partial + slice * team_sums(S::kTokens, S::kRows);
+    }
+    return own;
+  };
   const CUtensorMap* const x_map = tokens < S::kTokens ? &maps.last : &maps.x;
   const int half_rows = (tokens + 15) / 16 * 8;  // that one of a pair copies
   if (S::kSums && threadIdx.x < S::kFlushes * kOnesBytes / 16) {
@@ -997,27 +1145,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     } else {
       asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
     }
-    // Rows of this CTA's, the first of which this warpgroup stages from `at` of the ring on.
-    const auto store = [&](const auto& sums, auto columns, int rows, int at) {
-      constexpr int kStaged = (columns.value + 15) / 16 * 16;
-      const auto pack = [&](int i) {
-        return pack_pair(from_float<X>(fmaf(sums[i], kUnscale, bias[i % 4 / 2])),
-                         from_float<X>(fmaf(sums[i + 1], kUnscale, bias[i % 4 / 2])));
-      };
-      uint16_t* const y = static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n;
-      float* const staged = reinterpret_cast<float*>(ring + at);
-      const int block = me.stored_row() / 8 * cluster + rank;
-      me.template store_placed<columns.value, kStaged>(
-          args, y, n0 + warpgroup * kTileN, rows, staged, pack,
-          [&](int i) { return (block + 2 * i * cluster) * 8 + me.stored_row() % 8; });
-    };
+    // Made where it is used: what the others of a cluster wait for does not wait for it.
+    const auto y = [&] { return static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n; };
     if (lines && cluster == 1) {
-      store(acc, std::integral_constant<int, S::kTokens>{}, tokens, staged_at);
+      store_rows<X, S::kTokens>(me, acc, kUnscale, bias, 1, 0, tokens, ring + staged_at, y(), n0 + warpgroup * kTileN,
+                                static_cast<int>(args.n));
       if (paired) ptx::cluster_wait();
       return;
     }
     int owner = 0, at_block = rank * blocks.most;
-    const bool alone = S::Source::kWindows && cluster == 1;
+    const bool alone = (S::Source::kWindows || !S::kShares) && cluster == 1;
     if (alone) {
       float4* const to = reinterpret_cast<float4*>(ring) + warp * 32 + lane;
 #pragma unroll
@@ -1042,58 +1179,21 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     __syncwarp();
     if (lane < kArrivals) ptx::barrier_arrive(received);
-    if (lines) {
+    if (S::kShares && lines) {
       ptx::barrier_wait(received, 0);
-      constexpr int kMost = S::kMostOfRank;  // beyond those of this rank there are other numbers
-      float sums[kMost / 2] = {};
-      const float4* from = reinterpret_cast<const float4*>(ring) + warp * 32 + lane;
-#pragma unroll 1
-      for (int other = 0; other < cluster; ++other, from += blocks.most * (S::kRows * 2)) {
-#pragma unroll
-        for (int i = 0; i < kMost / 8; ++i) {
-          const float4 v = from[i * (S::kRows * 2)];
-          sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
-        }
-      }
-      if constexpr (S::kTeams) {
-        if (params.teams > 1) {
-          const int slice = static_cast<int>(blockIdx.x) * cluster + rank;
-          uint64_t* const word = params.arrived + slice * S::kWarpgroups + warpgroup;
-          float4* const at = params.partial + slice * kTeamSums<S> + threadIdx.x;
-          if (team == 0) {
-#pragma unroll
-            for (int i = 0; i < kMost / 8; ++i) {
-              at[i * (S::kRows * 2)] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
-            }
-            me.sync();
-            if (me.thread() == 0) ptx::hand_over(word);
-            return;
-          }
-          while (!ptx::handed_over(word)) {
-          }
-          me.sync();
-          if (me.thread() == 0) *word = 0;
-#pragma unroll
-          for (int i = 0; i < kMost / 8; ++i) {
-            const float4 v = __ldcg(at + i * (S::kRows * 2));
-            sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
-          }
-        }
-      }
       const bool has_last = (blocks.mine - 1) * cluster + rank == token_blocks - 1;
       const int rows = blocks.mine * 8 - (has_last ? token_blocks * 8 - tokens : 0);
-      const int staged = S::kStages * S::kStageBytes - (S::kWarpgroups - warpgroup) * kMost * kTileN * 2;
-      store(sums, std::integral_constant<int, kMost>{}, rows, staged);
+      const int staged = S::kStages * S::kStageBytes - (S::kWarpgroups - warpgroup) * S::kMostOfRank * kTileN * 2;
+      finish_rows<X, S::kWarpgroups, S::kMostOfRank, S::kTeams>(me, own_share(), rows, bias, ring, ring + staged, y(),
+                                                                static_cast<int>(args.n));
     }
   }
   if (rounds_sums<S>(args)) return;
-  const int most_blocks = Blocks(params, cluster, rank, token_blocks).most;
-
   ptx::barrier_wait(received, 0);
   if (S::Source::kPieces > 1) ptx::wait_for_last_kernel();  // whose powers of two this thread reads
   if constexpr (S::Source::kWindows) {
     if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype) {
-      // As below, but eight outputs at a time, the same ones of all of a thread's tokens.
+      // As finish_quads, but eight outputs at a time, the same ones of all of a thread's tokens.
       constexpr int kChunks = S::kRows / 8, kAtOnce = S::kThreads / (8 * kChunks);
       static_assert(S::kThreads % (8 * kChunks) == 0);
       const int of_block = threadIdx.x % 8, chunk = threadIdx.x / 8 % kChunks;
@@ -1106,6 +1206,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
       const float* const mine =
           reinterpret_cast<const float*>(ring) + chunk / 2 * 128 + of_block / 2 * 4 + chunk % 2 * 2 + of_block % 2;
+      const int most_blocks = Blocks(params, cluster, rank, token_blocks).most;
       for (int block = threadIdx.x / (8 * kChunks); block < most_blocks; block += kAtOnce) {
         const int token = (block * cluster + rank) * 8 + of_block;
         if (token >= tokens) break;
@@ -1128,72 +1229,22 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       return;
     }
   }
-  // Neighbouring lanes take neighbouring tokens: of those the sums lie in different banks.
-  constexpr uint32_t kQuads = S::kRows / 4;
-  const auto token_of = [&](uint32_t i) { return static_cast<int>((i / (8 * kQuads) * cluster + rank) * 8 + i % 8); };
-  const int slice = static_cast<int>(blockIdx.x) * cluster + rank;
-  uint64_t* const word = params.arrived + slice * S::kWarpgroups;
-  const bool first_team = S::kTeams && params.teams > 1 && team == 0;
-  const bool last_team = S::kTeams && params.teams > 1 && team > 0;
-  if (last_team) {
-    while (!ptx::handed_over(word)) {
+  const auto factor_of = [&](int token) {
+    if constexpr (S::Source::kPieces == 1) {
+      return kUnscale;
+    } else {
+      return params.powers[(args.x_batch_stride == 0 ? 0 : batch * args.m) + m0 + token];
     }
-    __syncthreads();
-    if (threadIdx.x == 0) *word = 0;
-  }
-  uint32_t again = 0;
-  int turn = 0;
-  for (uint32_t i = threadIdx.x; i < most_blocks * 8 * kQuads; i += S::kThreads, ++turn) {
-    const int token = token_of(i);
-    const uint32_t quad = i / 8 % kQuads;
-    const int64_t n = n0 + quad * 4;
-    if (n >= args.n || token >= tokens) continue;
-    const uint32_t warp_of = i / (8 * kQuads) * (S::kWarpgroups * 4) + quad / 4;
-    const uint32_t lane_of = quad % 2 * 16 + i % 8 / 2;
-    const float* at = reinterpret_cast<const float*>(ring) + (warp_of * 32 + lane_of) * 4 + quad / 2 % 2 * 2 + i % 2;
-    float sum[4] = {};
-#pragma unroll 1
-    for (int other = 0; other < cluster; ++other) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sum[j] += at[j * 16];
-      at += most_blocks * S::kRows * 8;
-    }
-    if constexpr (S::kTeams) {
-      float4* const of_both = params.partial + slice * kTeamSums<S> + i;
-      if (first_team) {
-        *of_both = {sum[0], sum[1], sum[2], sum[3]};
-        continue;
-      }
-      if (last_team) {
-        const float4 v = __ldcg(of_both);
-        sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-      }
-    }
-    if (S::kRounded) {
-#pragma unroll
-      for (float& of_one : sum) of_one *= kUnscale;
-    }
-    if constexpr (S::Source::kPieces > 1) {
-      const float power = params.powers[(args.x_batch_stride == 0 ? 0 : batch * args.m) + m0 + token];
-#pragma unroll
-      for (float& of_one : sum) of_one *= power;
-    }
-    if (S::kSums && !isfinite(sum[0] + sum[1] + sum[2] + sum[3])) again |= 1u << turn;
-    finish4(args, batch, m0 + token, n, sum);
-  }
-  if (first_team) {
-    __syncthreads();
-    if (threadIdx.x == 0) ptx::hand_over(word);
-    return;
-  }
+  };
+  const Share own = own_share();
+  uint32_t again = finish_quads<S>(Finish(args, batch), own, ring, factor_of);
   // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a weight times
   // it is.
   for (; again != 0; again &= again - 1) {
-    const uint32_t i = threadIdx.x + (__ffs(again) - 1) * S::kThreads;
+    const Quad<S::kWarpgroups> at(own, threadIdx.x + (__ffs(again) - 1) * S::kThreads);
 #pragma unroll 1
-    for (int j = 0; j < 4; ++j) {
-      const int64_t m = m0 + token_of(i), n = n0 + i / 8 % kQuads * 4 + j;
-      if (n < args.n) finish(args, batch, m, n, exact_sum(args, batch, m, n, 0, args.k));
+    for (int64_t n = at.n; n < min(at.n + int64_t{4}, args.n); ++n) {
+      finish(args, batch, m0 + at.token, n, exact_sum(args, batch, m0 + at.token, n, 0, args.k));
     }
   }
 #else
@@ -1201,64 +1252,79 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #endif
 }
 
-// Of so many stages of inputs.
+// What launching a kernel has to know of its shape: one function launches all that have a source in common.
+template <typename Source>
+struct Kernel {
+  void (*function)(typename Source::Params, Maps);
+  int tokens, outputs, threads, ctas, shared_bytes, flushes;
+  bool rounded, teams, pairs;
+};
 template <typename S>
-cudaError_t launch_stages(typename S::Source::Params params, const Maps& maps, int stages, const Config& config,
-                          cudaStream_t stream) {
+constexpr Kernel<typename S::Source> kKernel = {
+    warpgroup_matmul<S>, S::kTokens,  S::kRows,  S::kThreads, S::kCtas, kBarrierBytes + S::kStages * S::kStageBytes,
+    S::kFlushes,         S::kRounded, S::kTeams, S::kPairs};
+
+// Of so many stages of inputs.
+template <typename Source>
+cudaError_t launch_stages(const Kernel<Source>& kernel, typename Source::Params params, const Maps& maps, int stages,
+                          const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
-  const int token_tiles = static_cast<int>(ceil_div(args.m, S::kTokens));
+  const int token_tiles = static_cast<int>(ceil_div(args.m, kernel.tokens));
   params.token_tiles = Divisor(token_tiles);
   params.ranks = Divisor(config.cluster);
   params.stages = stages / (config.cluster * config.teams);
   params.more_stages = stages % (config.cluster * config.teams);
   params.teams = config.teams;
-  const int64_t tiles = ceil_div(args.n, S::kRows) * token_tiles;
+  const int64_t tiles = ceil_div(args.n, kernel.outputs) * token_tiles;
   if (config.teams > 1) {
-    const int64_t bytes = team_bytes(tiles, config.cluster, S::kTokens);
-    if (!S::kTeams || config.cluster < 2 || args.batch > 1 || bytes > args.scratch_bytes) {
+    const int64_t bytes = team_bytes(tiles, config.cluster, kernel.tokens);
+    if (!kernel.teams || config.cluster < 2 || args.batch > 1 || bytes > args.scratch_bytes) {
       return cudaErrorInvalidConfiguration;
     }
     params.partial = static_cast<float4*>(args.scratch);
-    params.arrived = reinterpret_cast<uint64_t*>(params.partial + tiles * config.cluster * kTeamSums<S>);
+    params.arrived =
+        reinterpret_cast<uint64_t*>(params.partial + tiles * config.cluster * team_sums(kernel.tokens, kernel.outputs));
   }
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(config.cluster),
                     static_cast<unsigned>(std::max<int64_t>(args.batch, config.teams)));
-  shape.threads = S::kThreads;
+  shape.threads = kernel.threads;
   shape.cluster = params.paired ? 2 : config.cluster;
   shape.cluster_along_y = !params.paired;
-  shape.shared_bytes = kBarrierBytes + S::kStages * S::kStageBytes;
-  shape.early = S::Source::kPieces > 1;
-  if (S::kCtas > 1 && shape.grid.x * shape.grid.y * shape.grid.z <= static_cast<unsigned>(config.multiprocessors)) {
+  shape.shared_bytes = kernel.shared_bytes;
+  shape.early = Source::kPieces > 1;
+  if (kernel.ctas > 1 && shape.grid.x * shape.grid.y * shape.grid.z <= static_cast<unsigned>(config.multiprocessors)) {
     // The scheduler would put a cluster's CTAs together on few multiprocessors; too much shared memory for two keeps
     // them apart.
     shape.shared_bytes = std::max(shape.shared_bytes, kMultiprocessorBytes / 2);
   }
-  return launch_kernel(warpgroup_matmul<S>, shape, stream, params, maps);
+  return launch_kernel(kernel.function, shape, stream, params, maps);
 }
 
-template <typename S>
-cudaError_t launch_shape(typename S::Source::Params params, const Config& config, cudaStream_t stream) {
+template <typename Source>
+cudaError_t launch_shape(const Kernel<Source>& kernel, typename Source::Params params, const Config& config,
+                         cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   MatmulArgs x = args;
-  if (S::Source::kPieces > 1) {
+  if (Source::kPieces > 1) {
     x.x = args.scratch;
     x.x_dtype = DType::kF16;
-    x.batch = S::Source::kPieces * (args.x_batch_stride == 0 ? 1 : args.batch);
+    x.batch = Source::kPieces * (args.x_batch_stride == 0 ? 1 : args.batch);
     x.x_batch_stride = args.m * args.k;
   }
   Maps maps;
-  const int64_t ctas = args.batch * ceil_div(args.n, S::kRows) * ceil_div(args.m, S::kTokens);
-  params.paired = S::kPairs && config.cluster == 1 && config.teams == 1 && pairs(ctas, args.n, config.multiprocessors);
-  cudaError_t error = describe_blocks(args.m, S::kTokens, &maps.x, &maps.last, [&](int tokens, CUtensorMap* map) {
+  const int64_t ctas = args.batch * ceil_div(args.n, kernel.outputs) * ceil_div(args.m, kernel.tokens);
+  params.paired =
+      kernel.pairs && config.cluster == 1 && config.teams == 1 && pairs(ctas, args.n, config.multiprocessors);
+  cudaError_t error = describe_blocks(args.m, kernel.tokens, &maps.x, &maps.last, [&](int tokens, CUtensorMap* map) {
     return describe_activations(x, params.paired ? (tokens + 15) / 16 * 8 : tokens, map);
   });
   if (error != cudaSuccess) return error;
-  if (S::kFlushes > 1) {
+  if (kernel.flushes > 1) {
     const auto describe = [&](const void* data, DType type, int64_t batch_stride, CUtensorMap* map) {
       const int64_t batch = batch_stride == 0 ? 1 : args.batch;
-      const int rows = S::kRounded ? params.stage_groups : S::kFlushes;
-      return describe_rows(data, element_size(type), args.n, args.groups, batch, S::kRows, rows, map);
+      const int rows = kernel.rounded ? params.stage_groups : kernel.flushes;
+      return describe_rows(data, element_size(type), args.n, args.groups, batch, kernel.outputs, rows, map);
     };
     error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
     if (error == cudaSuccess && args.shift_mode != ShiftMode::kNone) {
@@ -1266,13 +1332,14 @@ cudaError_t launch_shape(typename S::Source::Params params, const Config& config
     }
     if (error != cudaSuccess) return error;
   }
-  return launch_stages<S>(params, maps, static_cast<int>(ceil_div(args.k, kStageK)), config, stream);
+  return launch_stages(kernel, params, maps, static_cast<int>(ceil_div(args.k, kStageK)), config, stream);
 }
 
 template <typename X, int kBits, int kFlushes, Kind kKind>
 cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
   const auto launch = [&](auto tokens, auto warpgroups) {
-    return launch_shape<Shape<Rows, X, kBits, tokens.value, warpgroups.value, kFlushes, kKind>>(params, config, stream);
+    using S = Shape<Rows, X, kBits, tokens.value, warpgroups.value, kFlushes, kKind>;
+    return launch_shape(kKernel<S>, params, config, stream);
   };
   using std::integral_constant;
   constexpr integral_constant<int, 1> one;

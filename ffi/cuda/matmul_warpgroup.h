@@ -25,10 +25,12 @@ constexpr bool shares_inputs(int warpgroups) { return warpgroups != 3; }
 constexpr bool pairs(int64_t ctas, int64_t n, int multiprocessors) {
   return ceil_div(n, 128) % 2 == 0 && 4 * ctas >= 3 * multiprocessors;
 }
-// Scratch that those of so many tiles take: float32 sums of the tokens that each CTA of the first finishes, of two or
-// more, in whole sixteens, and a word for each warpgroup that says whether they are there.
+// Of a tile's tokens those that each of two or more CTAs of a cluster finishes, at most, in whole sixteens.
+constexpr int most_of_rank(int tokens) { return (tokens / 2 + 15) / 16 * 16; }
+// Scratch that those of so many tiles take: float32 sums of the tokens that each CTA of the first finishes, and a word
+// for each warpgroup that says whether they are there.
 constexpr int64_t team_bytes(int64_t tiles, int cluster, int tokens) {
-  return tiles * cluster * 2 * (int64_t{4} * 64 * ((tokens / 2 + 15) / 16 * 16) + 8);
+  return tiles * cluster * 2 * (int64_t{4} * 64 * most_of_rank(tokens) + 8);
 }
 
 // What a configuration is expected to take, in microseconds.

@@ -29,7 +29,7 @@ template <int kBits, int kFlushes>
 cudaError_t launch_split(const SplitParams& params, const Config& config, cudaStream_t stream) {
   const auto launch = [&](auto tokens) {
     using S = Shape<SplitRows, __half, kBits, tokens.value, 2, kFlushes, Kind::kOther>;
-    return launch_shape<S>(params, config, stream);
+    return launch_shape(kKernel<S>, params, config, stream);
   };
   if (config.warpgroups != 2) return cudaErrorInvalidConfiguration;
   if constexpr (kBits == 8 && kFlushes == 1) {  // so few of four bits are matmul_resident's

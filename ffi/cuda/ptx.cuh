@@ -42,6 +42,16 @@ __device__ __forceinline__ void store_shared(uint32_t address, const uint2& valu
       : "memory");
 }
 
+// 16 bytes to row `row` of those of `row_bytes` from `to` on, on a condition: one multiplication for the address, of
+// which the compiler makes one of 64 bits, and a branch, if it sees what `to` is made of.
+__device__ __forceinline__ void store_in_row(void* to, int row, int row_bytes, const uint4& value, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n.reg .b64 at;\nsetp.ne.b32 wanted, %7, 0;\nmad.wide.s32 at, %1, %2, %0;\n"
+      "@wanted st.global.v4.u32 [at], {%3, %4, %5, %6};\n}\n" ::"l"(to),
+      "r"(row), "r"(row_bytes), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
 // sm_75 has neither asynchronous copies nor bf16 tensor cores: there copies are plain loads and stores, and bf16
 // kernels are never launched (matmul.cu).
 

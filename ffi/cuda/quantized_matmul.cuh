@@ -36,6 +36,7 @@ constexpr int kSteps = kStageK / 32;
 constexpr int kTokens = 256;
 constexpr int kCluster = tiles::kCluster;
 constexpr int kStagedTokens = 16;  // that a warpgroup writes at a time, as float32
+constexpr int kPlacedTokens = 32;  // or as 16 bits
 using tiles::Consumer, tiles::kOutputs, tiles::kWarpgroups;
 
 enum class Mode { kRows, kBlocks, kShiftedBlocks };
@@ -75,7 +76,7 @@ struct Shape {
   static constexpr int kRowsAt = kStagedAt + kStagedBytes;
   static constexpr int kSharedBytes = kRowsAt + kRowBytes;
   static_assert(kStages >= 4);
-  static_assert(kStagedTokens * tiles::kStagedStride * 4 >= tiles::kChunkRows * kTileN * 2);
+  static_assert(kStagedTokens * tiles::kStagedStride * 4 >= kPlacedTokens * kTileN * 2);
 };
 
 struct Params {
@@ -742,7 +743,9 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
           return f16 ? pack_pair(from_float<__half>(low), from_float<__half>(high))
                      : pack_pair(from_float<__nv_bfloat16>(low), from_float<__nv_bfloat16>(high));
         };
-        me.store_packed<kTokens>(args, n0, rows, staged, pack, row_of);
+        uint16_t* const y = static_cast<uint16_t*>(args.y) + row_of(0) * args.n;
+        me.store_placed<kTokens, kPlacedTokens>(static_cast<int>(args.n), y, n0, rows, staged, pack,
+                                                [&](int i) { return 16 * i + me.stored_row(); });
         continue;
       }
       me.store<kTokens, kStagedTokens>(args, n0, rows, staged, finished,

@@ -531,8 +531,9 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       for (int i = 0; i < S::kTileRows / 16; ++i) {
         places[i] = plan.row(tile.first + min(16 * i + Base::stored_row(), tile.rows - 1));
       }
-      Base::template store_placed<S::kTileRows, kPlacedRows>(args, static_cast<uint16_t*>(args.y), n0, tile.rows,
-                                                             staged, pack, [&](int i) { return places[i]; });
+      Base::template store_placed<S::kTileRows, kPlacedRows>(static_cast<int>(args.n), static_cast<uint16_t*>(args.y),
+                                                             n0, tile.rows, staged, pack,
+                                                             [&](int i) { return places[i]; });
       return;
     }
     const auto sums = [&](int i) { return make_float2(acc[i] * kUnscale, acc[i + 1] * kUnscale); };

@@ -589,7 +589,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
         float* const of_all = reinterpret_cast<float*>(ring.stages + me.warpgroup * kTileRows * kTileN * 2);
         const auto store = [&](auto&& place_of) {
-          me.store_placed<kTileRows, kPlacedRows>(args, y, n0, tile.rows, last ? of_all : staged, pack, place_of, last);
+          me.store_placed<kTileRows, kPlacedRows>(static_cast<int>(args.n), y, n0, tile.rows, last ? of_all : staged,
+                                                  pack, place_of, last);
         };
         if constexpr (Source::kLoadsRows) {
           int places[kTileRows / 16];  // all on their way at once

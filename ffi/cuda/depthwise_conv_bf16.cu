@@ -1,9 +1,0 @@
-#include "cuda/depthwise_conv.cuh"
-
-namespace wonly::depthwise {
-
-cudaError_t launch_bf16(const DirectConvArgs& args, const Config& config, int multiprocessors, cudaStream_t stream) {
-  return launch_typed<__nv_bfloat16>(args, config, multiprocessors, stream);
-}
-
-}  // namespace wonly::depthwise

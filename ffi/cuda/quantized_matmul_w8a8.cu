@@ -1,9 +1,0 @@
-#include "cuda/quantized_matmul.cuh"
-
-namespace wonly::quantized {
-
-cudaError_t launch_w8a8(const QuantizedMatmulArgs& args, int multiprocessors, cudaStream_t stream) {
-  return launch_codes<8, false>(args, multiprocessors, stream);
-}
-
-}  // namespace wonly::quantized

@@ -1,9 +1,0 @@
-#include "cuda/ragged_tiled.cuh"
-
-namespace wonly::ragged_tiled {
-
-cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
-  return launch_typed<__half>(args, work, multiprocessors, stream);
-}
-
-}  // namespace wonly::ragged_tiled
