@@ -172,36 +172,6 @@ cudaError_t launch_bf16(const DirectConvArgs&, const Config&, int, cudaStream_t)
 cudaError_t launch_f32(const DirectConvArgs&, const Config&, int, cudaStream_t) { return say("depthwise"); }
 }  // namespace depthwise
 
-// Those of the other 16-bit type would do the same.
-namespace stream {
-cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
-                              cudaStream_t stream) {
-  return launch_ragged_bf16(args, work, config, stream);
-}
-}  // namespace stream
-namespace ragged_warpgroup {
-cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
-  return launch_bf16(args, work, multiprocessors, stream);
-}
-}  // namespace ragged_warpgroup
-namespace ragged_tiled {
-cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
-  return launch_bf16(args, work, multiprocessors, stream);
-}
-}  // namespace ragged_tiled
-namespace transposed_stream {
-cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, const Config& config,
-                              cudaStream_t stream) {
-  return launch_ragged_bf16(args, work, config, stream);
-}
-}  // namespace transposed_stream
-namespace transposed_warpgroup {
-cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
-                              cudaStream_t stream) {
-  return launch_ragged_bf16(args, work, multiprocessors, stream);
-}
-}  // namespace transposed_warpgroup
-
 // What the tensor copy engine takes: rows that are whole pieces of 16 bytes, in boxes of up to 256 of each; rows of
 // activations that were put in order have their place in scratch.
 cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap*) {

@@ -26,8 +26,8 @@ SOURCES = [f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled"
 SOURCES += [f"ragged_{name}" for name in ("matmul", "resident", "tiled", "warpgroup")]
 SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
-KERNELS = ["matmul_mma", "ragged_plan", "matmul_decode_kernels"]
-RAGGED = ("resident", "stream", "tiled", "warpgroup", "transposed_stream", "transposed_warpgroup")
+KERNELS = ["matmul_mma", "ragged_plan"]
+RAGGED = ("decode", "resident", "stream", "tiled", "warpgroup", "transposed_stream", "transposed_warpgroup")
 KERNELS += [f"ragged_{name}_kernels" for name in RAGGED]
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
 H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor

@@ -10,9 +10,4 @@ cudaError_t launch_int8(const MatmulArgs& args, const Config& config, int shared
   return launch_bits<8>(args, Consecutive{}, config, shared_bytes, stream);
 }
 
-cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int ctas, int shared_bytes,
-                          cudaStream_t stream) {
-  return launch_bits<8>(args, Ragged{work, 0}, {1, ctas}, shared_bytes, stream);
-}
-
 }  // namespace wonly::decode

@@ -1044,6 +1044,8 @@ void add_others(std::map<std::string, Opcode>& all) {
   all["mul.wide.u32"] =
       arithmetic<uint64_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b) { return uint64_t{a} * b; });
   all["mul.wide.s32"] = arithmetic<int64_t, int32_t, int32_t>([](int32_t a, int32_t b) { return int64_t{a} * b; });
+  all["mad.wide.s32"] = arithmetic<int64_t, int32_t, int32_t, int64_t>(
+      [](int32_t a, int32_t b, int64_t c) { return int64_t{a} * b + c; });
   all["mul.wide.u16"] =
       arithmetic<uint32_t, uint16_t, uint16_t>([](uint16_t a, uint16_t b) { return uint32_t{a} * b; });
   all["popc.b32"] = arithmetic<uint32_t, uint32_t>([](uint32_t a) { return static_cast<uint32_t>(std::popcount(a)); });
