@@ -6,7 +6,8 @@
 
 namespace wonly {
 
-// gelu in its tanh form, whose (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)): an exponential and a quotient for both.
+// gelu in its tanh form, whose (1 + tanh(u)) / 2 is 1 / (1 + exp(-2 u)): an exponential and a quotient for both. Where
+// the exponential is 2^126 or more, which makes 10^-36 or less of v, the result is zero.
 __device__ __forceinline__ float apply(Activation activation, float v) {
   if (activation == Activation::kGelu || activation == Activation::kSilu) {
     const float of = activation == Activation::kSilu ? v : 1.5957691216057308f * (v + 0.044715f * v * v * v);
