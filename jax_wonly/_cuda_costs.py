@@ -27,6 +27,9 @@ class Warpgroups(NamedTuple):
     group: float
     sum: float
     paired: float  # in the place of `stage`, of CTAs in pairs; 0: there are none
+    # Where weights are rounded, what float16 activations add to a stage, and once more with zeros: codes become
+    # integers first.
+    half: float = 0.0
 
 
 class Scheme(NamedTuple):
@@ -38,6 +41,7 @@ class Scheme(NamedTuple):
     floats: bool = False  # zeros or offsets that are no bytes
     alike: bool = True  # scales, and float zeros or offsets, of the type of the activations; 16 bits
     split: bool = False  # float32 activations
+    half: bool = False  # float16 ones
 
     @property
     def plain(self) -> bool:
@@ -48,7 +52,9 @@ class Scheme(NamedTuple):
         """As ``warpgroup::rounds`` there."""
         if self.floats or not self.alike:
             return self.alike
-        return tokens >= (64 if self.ends > 1 else 112 if self.zeros else 80 if self.bits == 4 else 96)
+        if self.ends > 1:
+            return tokens >= (32 if self.bits == 4 and (self.ends == 4 or not self.zeros) else 64)
+        return tokens >= (72 if self.bits == 4 else 96)
 
 
 class Cluster(NamedTuple):
@@ -248,7 +254,10 @@ def warpgroup_times(
         if not (costs.rounded and scheme.rounds(shape.tokens)) and (scheme.plain or scheme.split or shape.sum)
     ]
     choices += [
-        (shape, (ends > 1) * shape.group + scheme.zeros * shape.sum)
+        (
+            shape,
+            (ends > 1) * shape.group + scheme.zeros * shape.sum + scheme.half * (1 + scheme.zeros) * shape.half,
+        )
         for shape in costs.rounded
         if scheme.rounds(shape.tokens) and (shape.sum or not scheme.zeros)
     ]

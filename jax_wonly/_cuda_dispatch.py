@@ -184,7 +184,8 @@ class Product(NamedTuple):
         if self.floats and not self.split:
             alike = self.scale_dtype == self.shift_dtype == self.x_dtype and self.n % 8 == 0
         ends = {32: 4, 64: 2}[self.group_size] if self.small_groups else 1
-        return _cuda_costs.Scheme(self.bits, ends, self.shift_mode == ShiftMode.ZEROS, self.floats, alike, self.split)
+        zeros, half = self.shift_mode == ShiftMode.ZEROS, self.x_dtype == jnp.float16
+        return _cuda_costs.Scheme(self.bits, ends, zeros, self.floats, alike, self.split, half)
 
 
 def scratch(p: Product, x_batch: int) -> int:

@@ -271,7 +271,8 @@ __global__ void __launch_bounds__(kThreads, kCtas) mma_matmul(const __grid_const
       if constexpr (S::kZeros) {
         if (byte_shift) {
           with([&](int at) {
-            return C::affine_of_pairs(both(scales, at), C::pair(static_cast<float>(shifts[row + at])));
+            const uint32_t factor = C::shift_factor(false, true);
+            return C::template affine_of_bits<false>(both(scales, at), ptx::low_twice(shifts[row + at]), factor);
           });
         } else {
           with(with_shift);

@@ -421,8 +421,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
             const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
             uint32_t zero_pair = 0;
             if constexpr (S::kShiftSize == 1) {
-              zero_pair = from_float2<X>(static_cast<float>(shifts_of[0]) * -0x1p-13f,
-                                         static_cast<float>(shifts_of[1]) * -0x1p-13f);
+              zero_pair = C::minus_bytes(shifts_of[0] | shifts_of[1] << 16);
             }
             // Products of one chain wait for each other.
             constexpr int kChains = kGroups > 1 ? kGroups : kColumns == 8 ? 2 : 1;
@@ -451,9 +450,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
               uint32_t minus_zero[2], pair = zero_pair;
               if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, block, 4);
               minus_zero[0] = S::kShiftSize == 0   ? C::minus_zero(bias_of(kBits))
-                              : S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x1010)
+                              : S::kShiftSize == 1 ? ptx::low_twice(pair)
                                                    : 0;
-              minus_zero[1] = S::kShiftSize == 1 ? __byte_perm(pair, pair, 0x3232) : minus_zero[0];
+              minus_zero[1] = S::kShiftSize == 1 ? ptx::high_twice(pair) : minus_zero[0];
               const uint4& w = stage_words[block / 2];
               uint32_t codes[2][4];
               convert_half<X, kBits>(block % 2 == 0 ? w.x : w.z, block % 2 == 0 ? w.y : w.w, minus_zero[0],

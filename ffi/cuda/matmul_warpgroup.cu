@@ -37,7 +37,9 @@ bool rounds(const MatmulArgs& args, int tokens) {
   if (args.x_dtype == DType::kF32) return false;
   if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   if (!is_plain(args)) return false;
-  return tokens >= (has_small_groups(args) ? 64 : shifted ? 112 : args.bits == 4 ? 80 : 96);
+  const int log2 = log2_group_blocks(args);
+  if (log2 == 0 || log2 == 1) return tokens >= (args.bits == 4 && (log2 == 0 || !shifted) ? 32 : 64);
+  return tokens >= (args.bits == 4 ? 72 : 96);
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {
@@ -91,7 +93,9 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   for (int i = 0; i < costs.rounded_count; ++i) {
     const Cost& cost = costs.rounded[i];
     if (!rounds(args, cost.tokens) || (args.shift_mode == ShiftMode::kZeros && cost.sum == 0.f)) continue;
-    consider(cost, (groups > 1.f ? cost.group : 0.f) + (args.shift_mode == ShiftMode::kZeros ? cost.sum : 0.f));
+    const bool zeros = args.shift_mode == ShiftMode::kZeros;
+    const float half = args.x_dtype == DType::kF16 ? (zeros ? 2.f : 1.f) * cost.half : 0.f;
+    consider(cost, (groups > 1.f ? cost.group : 0.f) + (zeros ? cost.sum : 0.f) + half);
   }
   return least;
 }

@@ -133,7 +133,9 @@ struct Shape {
   static constexpr bool kHalves = kRounded && !Source::kWindows && kTokens >= (kFlushes == 1 || kBits == 8 ? 112 : 144);
   static constexpr bool kTeams =
       has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
-  static constexpr bool kPairs = kTeams && kRounded && kTokens >= 96 && kArrivals == 1;
+  // Not where conversion binds, as two that wait for each other take longer (docs/performance.md, log 124 and 130).
+  static constexpr bool kPairs =
+      kRounded && kWarpgroups == 2 && !Source::kWindows && kArrivals == 1 && kTokens >= (kFlushes == 1 ? 96 : 128);
   // After those of outputs one warpgroup produces; more add activations up, in turns.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
@@ -214,6 +216,8 @@ struct Convert {
     const X value = from_float<X>(-zero * 0x1p-13f);
     return pack_pair(value, value);
   }
+  // Of zeros of one byte, in one half of the register or both, as of codes.
+  __device__ static uint32_t minus_bytes(uint32_t zeros) { return fma(zeros, kFactor ^ 0x80008000u, 0x80008000u); }
   __device__ static uint32_t fma(uint32_t codes, uint32_t factor, uint32_t minus_zero) {
     uint32_t d;
     if constexpr (kBf16) {
@@ -815,7 +819,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const int64_t n = min(static_cast<int64_t>(n0 + row + 8 * i), args.n - 1);
         const float stored = load_element(scales, n, args.scale_dtype);
         scale[i] = stored * C::kUnscale;
-        if (has_zeros) zero[i] = C::minus_zero(static_cast<float>(shifts[n]));
+        if (has_zeros) zero[i] = C::minus_bytes(ptx::low_twice(shifts[n]));
       }
     }
 
@@ -833,7 +837,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     using Rounded = wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>;
     const bool has_offsets = args.shift_mode == ShiftMode::kOffsets;
     const int offsets_at = has_offsets ? S::kShiftsAt : S::kScalesAt;
-    const uint32_t offset_factor = Rounded::pair((has_offsets ? 1.f : -kBias) * Rounded::kUnit);
+    const uint32_t shift_factor = Rounded::shift_factor(has_offsets, shift_size == 1);
     RingPosition<S::kStages> at;
     const auto stage_data = [&]() { return ring + at.slot * S::kStageBytes; };
     const auto wait_full = [&]() { ptx::barrier_wait(full + at.slot, at.phase); };
@@ -888,21 +892,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
     };
     const auto set_affine = [&](const uint32_t (&scales_of)[2], const uint32_t (&shifts_of)[2]) {
-      const auto pair = [](uint32_t bits) { return __byte_perm(bits, bits, 0x1010); };
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        uint32_t scale_pair = pair(scales_of[i]), shift_pair = pair(shifts_of[i]);
+        uint32_t scale = ptx::low_twice(scales_of[i]);
         if (S::kAnyScales && args.scale_dtype != args.x_dtype) {
-          const float wide = from_bits(scales_of[i], args.scale_dtype);
-          scale_pair = from_float2<X>(wide, wide);
+          scale = Rounded::pair(from_bits(scales_of[i], args.scale_dtype));
         }
-        if (S::kZeros && shift_size == 1) {
-          shift_pair = from_float2<X>(static_cast<float>(shifts_of[i]), static_cast<float>(shifts_of[i]));
-        }
-        affine[i] = Rounded::affine_of_pairs(scale_pair, shift_pair);
         // Where scales may be of another type there are no offsets.
-        if (!S::kZeros && S::kAnyScales) shift_pair = scale_pair;
-        if (!S::kZeros) affine[i].offset = Rounded::fma(shift_pair, offset_factor, 0x80008000u);
+        const bool is_scale = !S::kZeros && S::kAnyScales;
+        const uint32_t shift = is_scale ? scale : ptx::low_twice(shifts_of[i]);
+        affine[i] = Rounded::template affine_of_bits<(S::kFlushes == 4 && S::kTokens > 64)>(scale, shift, shift_factor);
       }
     };
     const auto convert_unit = [&](int unit) {
@@ -922,7 +921,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
       if (has_zeros && grouped && (S::kFlushes > 1 || unit == 0)) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(zero_bits[i]));
+        for (int i = 0; i < 2; ++i) zero[i] = C::minus_bytes(ptx::low_twice(zero_bits[i]));
       }
       if constexpr (kShared) {
         const uint4& both = words[0];
@@ -1383,6 +1382,7 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     if (config.warpgroups == 3 && config.tokens == 192) return launch(t192, three);
   }
   if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit or two, or weights bind
+    if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
     if (config.warpgroups == 2 && config.tokens == 176) return launch(t176, two);
     if (config.warpgroups == 3 && config.tokens == 72) return launch(t72, three);
     if (config.warpgroups == 3 && config.tokens == 200) return launch(t200, three);
@@ -1390,7 +1390,6 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   }
   if constexpr (kKind == Kind::kRounded && kFlushes == 1 && kBits == 4) {
     if (config.warpgroups == 2 && config.tokens == 80) return launch(t80, two);
-    if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
     if (config.warpgroups == 2 && config.tokens == 120) return launch(t120, two);
     if (config.warpgroups == 2 && config.tokens == 144) return launch(t144, two);
     if (config.warpgroups == 2 && config.tokens == 160) return launch(t160, two);
@@ -1400,20 +1399,21 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
       if (config.warpgroups == 4 && config.tokens == 32) return launch(t32, four);
       if (config.warpgroups == 4 && config.tokens == 64) return launch(t64, four);
       if (config.warpgroups == 3 && config.tokens == 64) return launch(t64, three);
-      if (config.warpgroups == 3 && config.tokens == 96) return launch(t96, three);
       if (config.warpgroups == 2 && config.tokens == 48) return launch(t48, two);
     }
     if constexpr (kFlushes == 1) {
       if (config.warpgroups == 1 && config.tokens == 32) return launch(t32, one);
       if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
-      if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
     }
   }
   if (config.warpgroups != 2) return cudaErrorInvalidConfiguration;
   if constexpr (kKind == Kind::kPlain || kRounded) {
     if (config.tokens == 16) return launch(t16, two);
   }
-  if (config.tokens == 32) return launch(t32, two);
+  constexpr bool kExact32 = kKind != Kind::kPlain || kBits == 8 || kFlushes < 4;
+  if constexpr (kExact32) {
+    if (config.tokens == 32) return launch(t32, two);
+  }
   if constexpr (kKind != Kind::kPlain || kFlushes == 1) {
     if (config.tokens == 64) return launch(t64, two);
     if constexpr (kKind != Kind::kPlain) {

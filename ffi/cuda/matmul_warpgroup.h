@@ -43,9 +43,10 @@ struct Cost {
   float group;         // of a stage, for every group that ends in it but one; 0: no kernel for groups of 32 and 64
   float sum;           // for every one, with float zeros or offsets; 0: a kernel only where is_plain
   float paired;        // in the place of `stage`, of CTAs in pairs; 0: there are none
+  float half = 0.f;
 };
 // Those that round weights: `group` is what groups of 32 and 64 add to a stage, `sum` what zeros do; 0: no kernel for
-// such.
+// such. `half`: what float16 activations add, and once more with zeros, as codes become integers first.
 // Clusters of CTAs, what they cost, and the share of all multiprocessors that they can use: a cluster lies in one part
 // of the chip.
 struct ClusterCost {

@@ -252,6 +252,19 @@ __device__ __forceinline__ uint32_t transpose_here(uint32_t matrix) {
   return transposed;
 }
 
+// A half of a register in both of its halves. Instructions for pairs of 16-bit numbers take a half of an operand for
+// both by themselves, which ptxas sees in this form but not in a permutation of bytes.
+__device__ __forceinline__ uint32_t low_twice(uint32_t pair) {
+  uint32_t d;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}\n" : "=r"(d) : "r"(pair));
+  return d;
+}
+__device__ __forceinline__ uint32_t high_twice(uint32_t pair) {
+  uint32_t d;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}\n" : "=r"(d) : "r"(pair));
+  return d;
+}
+
 // Two bf16 products in one instruction; fma with -0 because sm_80 has no mul.bf16x2 and x + -0 is x for every x.
 __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 #if __CUDA_ARCH__ >= 800

@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
           of_lane_zero[j] = 0;
           of_lane_shift[j] = 0.f;
           if constexpr (S::kShiftSize == 1)
-            of_lane_zero[j] = C::minus_zero(static_cast<float>(shift_bits[buffer][slot][j]));
+            of_lane_zero[j] = C::minus_bytes(ptx::low_twice(shift_bits[buffer][slot][j]));
           if constexpr (S::kSums) {
             const float scale = __uint_as_float(__float_as_uint(of_lane_scale[j]) & params.scale_mask);
             of_lane_shift[j] = to_floats<X>(shift_bits[buffer][slot][j]).x * ((params.of_shift - scale) * 0x1p-13f);

@@ -307,8 +307,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     // An offset is that of the group, or its scale times what the bias of a code makes of it.
     const bool has_offsets = args.shift_mode == ShiftMode::kOffsets, bytes = args.shift_dtype == DType::kU8;
     const int offsets_at = has_offsets ? S::kZerosAt : S::kScalesAt;
-    const uint32_t offset_factor =
-        Rounded::pair((has_offsets ? 1.f : static_cast<float>(-bias_of(S::kBits))) * Rounded::kUnit);
+    const uint32_t shift_factor = Rounded::shift_factor(has_offsets, bytes);
     const int stage_groups = S::kFlushes == 1 ? 1 : params.stage_groups;
     const int of_tile = warpgroup * kTileN + row();  // this lane's outputs: n0 + of_tile and n0 + of_tile + 8
 
@@ -339,7 +338,8 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     const auto set_affine = [&](int group) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        affine[i] = Rounded::affine_of_bits(group_scales[group][i], group_shifts[group][i], bytes, offset_factor);
+        affine[i] = Rounded::template affine_of_bits<(S::kFlushes == 4 && kColumns > 64)>(
+            ptx::low_twice(group_scales[group][i]), ptx::low_twice(group_shifts[group][i]), shift_factor);
       }
     };
     const auto convert_unit = [&](int unit) {
@@ -414,8 +414,8 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
         scale[i] =
             load_element(args.scales, tile.expert * args.scales_batch_stride + n, args.scale_dtype) * C::kUnscale;
         if (has_zeros) {
-          zero[i] = C::minus_zero(
-              static_cast<float>(static_cast<const uint8_t*>(args.shift)[tile.expert * args.shift_batch_stride + n]));
+          const uint8_t* const zeros = static_cast<const uint8_t*>(args.shift) + tile.expert * args.shift_batch_stride;
+          zero[i] = C::minus_bytes(ptx::low_twice(zeros[n]));
         }
       }
     }
@@ -433,7 +433,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     const auto convert_unit = [&](int unit) {
       if (has_zeros && grouped && (S::kFlushes > 1 || unit == 0)) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) zero[i] = C::minus_zero(static_cast<float>(zero_bits[i]));
+        for (int i = 0; i < 2; ++i) zero[i] = C::minus_bytes(ptx::low_twice(zero_bits[i]));
       }
       uint32_t (&to)[S::kUnitSteps][4] = codes[unit % 2];
       if constexpr (kShared) {

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cuda/element.cuh"
+#include "cuda/ptx.cuh"
 #include "dequant/convert.h"
 #include "layout.h"
 
@@ -112,13 +113,30 @@ struct Convert {
     return to;
   }
 
-  // The same of bits of a scale and a shift, which may be a zero of one byte. Without zeros the shift is what
-  // `offset_factor` makes an offset of.
-  __device__ static Affine affine_of_bits(uint32_t scale, uint32_t shift, bool byte, uint32_t offset_factor) {
-    const auto both = [](uint32_t bits) { return __byte_perm(bits, bits, 0x1010); };
-    const uint32_t pairs = S::kZeros && byte ? pair(static_cast<float>(shift)) : both(shift);
-    Affine to = affine_of_pairs(both(scale), pairs);
-    if constexpr (!S::kZeros) to.offset = fma(pairs, offset_factor, 0x80008000u);
+  // The same where what the shift is shows at run time, in what it is multiplied by: without zeros an offset, or the
+  // scale once more, with them a number of type X, or a byte, which counts as a code does.
+  __device__ static uint32_t shift_factor(bool offsets, bool bytes) {
+    if constexpr (!S::kZeros) return pair((offsets ? 1.f : -static_cast<float>(bias_of(S::kBits))) * kUnit);
+    if constexpr (kBf16) return (bytes ? kFactor : power(-6)) | 0x80008000u;
+    return bytes ? power(12) : power(0);  // twice, as fp16 has no 2^24
+  }
+  // kFew: both scales by one instruction, as those that take them take a half of it for both of theirs. These then all
+  // wait for one pipe, which costs more where there are no new scales in each stage.
+  template <bool kFew>
+  __device__ static Affine affine_of_bits(uint32_t scale, uint32_t shift, uint32_t factor) {
+    Affine to = affine_of_pairs(scale, shift);
+    if constexpr (kOneStep && kFew) {
+      const uint32_t scales = fma(scale, (power(69) & 0xffffu) | (power(65) & 0xffff0000u), 0x80008000u);
+      to.scale = ptx::low_twice(scales);
+      to.scale_of_odd = ptx::high_twice(scales);
+    }
+    if constexpr (!S::kZeros) {
+      to.offset = fma(shift, factor, 0x80008000u);
+    } else if constexpr (kBf16) {
+      to.minus_zero = fma(shift, factor, 0x80008000u);
+    } else {
+      to.minus_zero = fma(fma(shift, factor, 0x80008000u), factor ^ 0x80008000u, 0x80008000u);
+    }
     return to;
   }
 
