@@ -134,8 +134,8 @@ struct Shape {
   static constexpr bool kTeams =
       has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
   // Not where conversion binds, as two that wait for each other take longer (docs/performance.md, log 124 and 130).
-  static constexpr bool kPairs =
-      kRounded && kWarpgroups == 2 && !Source::kWindows && kArrivals == 1 && kTokens >= (kFlushes == 1 ? 96 : 128);
+  static constexpr bool kPairs = kRounded && kWarpgroups == 2 && !Source::kWindows && kArrivals == 1 &&
+                                 (kFlushes == 1 ? kTokens >= 96 : kTokens >= 128 && kBits == 4);
   // After those of outputs one warpgroup produces; more add activations up, in turns.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
