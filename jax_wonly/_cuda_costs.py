@@ -269,7 +269,8 @@ def warpgroup_times(
             or shape.bits not in (0, scheme.bits)
         ):
             continue
-        blocks = batch * -(-n // (64 * shape.warpgroups)) * -(-m // shape.tokens)
+        row_tiles = -(-n // (64 * shape.warpgroups))
+        blocks = batch * row_tiles * -(-m // shape.tokens)
         for cluster in costs.clusters:
             if cluster.ctas > costs.alone_ctas and shape.shared_stage == 0:
                 continue
@@ -279,7 +280,7 @@ def warpgroup_times(
             # As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
             shares = shape.shared_stage > 0 and ctas > multiprocessors
             waves = -(-ctas // (2 * places if shares else places))
-            paired = shape.paired and cluster.ctas == 1 and -(-n // 128) % 2 == 0 and 4 * ctas >= 3 * multiprocessors
+            paired = shape.paired and cluster.ctas == 1 and row_tiles % 2 == 0 and 4 * ctas >= 3 * multiprocessors
             alone = shape.paired if paired else shape.stage
             stage = shape.shared_stage + 2 * more if shares else alone + more
             walking, start = waves * stages / cluster.ctas * stage, shape.start + cluster.start

@@ -57,7 +57,8 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
     if (cost.tokens >= 2 * args.m + 32) return;                        // mostly other tokens' work, not recorded
     if (groups > 1.f && cost.group == 0.f) return;
     if (cost.bits != 0 && cost.bits != args.bits) return;
-    const int64_t blocks = args.batch * ceil_div(args.n, 64 * cost.warpgroups) * ceil_div(args.m, cost.tokens);
+    const int64_t row_tiles = ceil_div(args.n, 64 * cost.warpgroups);
+    const int64_t blocks = args.batch * row_tiles * ceil_div(args.m, cost.tokens);
     for (int j = 0; j < costs.cluster_count; ++j) {
       const ClusterCost& cluster = costs.clusters[j];
       if (cluster.ctas > costs.alone_ctas && cost.shared_stage == 0.f) continue;
@@ -67,7 +68,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
       // As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
       const bool shares = cost.shared_stage > 0.f && ctas > multiprocessors;
       const float waves = static_cast<float>(ceil_div(ctas, shares ? 2 * places : places));
-      const bool paired = cost.paired > 0.f && cluster.ctas == 1 && pairs(blocks, args.n, multiprocessors);
+      const bool paired = cost.paired > 0.f && cluster.ctas == 1 && pairs(blocks, row_tiles, multiprocessors);
       const float stage = shares ? cost.shared_stage + 2.f * more : (paired ? cost.paired : cost.stage) + more;
       const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
       const auto compare = [&](float us, int teams) {

@@ -134,8 +134,10 @@ struct Shape {
   static constexpr bool kTeams =
       has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
   // Not where conversion binds, as two that wait for each other take longer (docs/performance.md, log 124 and 130).
-  static constexpr bool kPairs = kRounded && kWarpgroups == 2 && !Source::kWindows && kArrivals == 1 &&
-                                 (kFlushes == 1 ? kTokens >= 96 : kTokens >= 128 && kBits == 4);
+  static constexpr bool kMayPair = kWarpgroups == 2   ? (kFlushes == 1 ? kTokens >= 96 : kTokens >= 128 && kBits == 4)
+                                   : kWarpgroups == 3 ? kFlushes == 1 && kTokens <= 128 && kBits == 8
+                                                      : false;
+  static constexpr bool kPairs = kMayPair && kRounded && !Source::kWindows && kArrivals == 1;
   // After those of outputs one warpgroup produces; more add activations up, in turns.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
@@ -603,7 +605,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   // No division that the first copies would wait for.
-  const int of_cluster = S::kShares ? ptx::cluster_rank() : 0, rank = paired ? 0 : of_cluster;
+  const int of_cluster = S::kShares || S::kPairs ? ptx::cluster_rank() : 0, rank = paired ? 0 : of_cluster;
   int token_tile;  // tiles of the same weights run together
   int row_block = params.token_tiles.divide(static_cast<int>(blockIdx.x) >> paired, &token_tile);
   if (paired) row_block = 2 * row_block + of_cluster;
@@ -1313,8 +1315,8 @@ cudaError_t launch_shape(const Kernel<Source>& kernel, typename Source::Params p
   }
   Maps maps;
   const int64_t ctas = args.batch * ceil_div(args.n, kernel.outputs) * ceil_div(args.m, kernel.tokens);
-  params.paired =
-      kernel.pairs && config.cluster == 1 && config.teams == 1 && pairs(ctas, args.n, config.multiprocessors);
+  params.paired = kernel.pairs && config.cluster == 1 && config.teams == 1 &&
+                  pairs(ctas, ceil_div(args.n, kernel.outputs), config.multiprocessors);
   cudaError_t error = describe_blocks(args.m, kernel.tokens, &maps.x, &maps.last, [&](int tokens, CUtensorMap* map) {
     return describe_activations(x, params.paired ? (tokens + 15) / 16 * 8 : tokens, map);
   });
@@ -1381,8 +1383,10 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     if (config.warpgroups == 3 && config.tokens == 184) return launch(t184, three);
     if (config.warpgroups == 3 && config.tokens == 192) return launch(t192, three);
   }
-  if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit or two, or weights bind
+  if constexpr (kRounded && (kBits == 4 || kFlushes == 1)) {
     if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
+  }
+  if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit or two, or weights bind
     if (config.warpgroups == 2 && config.tokens == 176) return launch(t176, two);
     if (config.warpgroups == 3 && config.tokens == 72) return launch(t72, three);
     if (config.warpgroups == 3 && config.tokens == 200) return launch(t200, three);

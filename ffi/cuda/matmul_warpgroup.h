@@ -20,10 +20,10 @@ constexpr bool has_teams(int tokens) { return tokens >= 64; }
 // Whether CTAs of so many warpgroups may share a tile's inputs in clusters: three have tiles for a wave of all
 // multiprocessors, whose sums leave no room for those of others.
 constexpr bool shares_inputs(int warpgroups) { return warpgroups != 3; }
-// Whether so many CTAs for n outputs, whose inputs no others share, are in pairs, where the kernel has such: where
-// nearly all multiprocessors copy activations from the L2, which that binds; fewer gain nothing.
-constexpr bool pairs(int64_t ctas, int64_t n, int multiprocessors) {
-  return ceil_div(n, 128) % 2 == 0 && 4 * ctas >= 3 * multiprocessors;
+// Whether so many CTAs, whose inputs no others share, are in pairs, where the kernel has such and the outputs are so
+// many tiles: where nearly all multiprocessors copy activations from the L2, which that binds; fewer gain nothing.
+constexpr bool pairs(int64_t ctas, int64_t tiles, int multiprocessors) {
+  return tiles % 2 == 0 && 4 * ctas >= 3 * multiprocessors;
 }
 // Of a tile's tokens those that each of two or more CTAs of a cluster finishes, at most, in whole sixteens.
 constexpr int most_of_rank(int tokens) { return (tokens / 2 + 15) / 16 * 16; }
