@@ -37,8 +37,9 @@ bool rounds(const MatmulArgs& args, int tokens) {
   if (args.x_dtype == DType::kF32) return false;
   if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   if (!is_plain(args)) return false;
-  const int log2 = log2_group_blocks(args);
-  if (log2 == 0 || log2 == 1) return tokens >= (args.bits == 4 && (log2 == 0 || !shifted) ? 32 : 64);
+  if (has_small_groups(args)) {
+    return tokens >= (args.bits == 4 && (log2_group_blocks(args) == 0 || !shifted) ? 32 : 64);
+  }
   return tokens >= (args.bits == 4 ? 72 : 96);
 }
 
@@ -91,12 +92,12 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
     if (!any_shape && cost.sum == 0.f) continue;
     consider(cost, (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f));
   }
+  const bool zeros = args.shift_mode == ShiftMode::kZeros;
+  const float halves = args.x_dtype != DType::kF16 ? 0.f : zeros ? 2.f : 1.f;
   for (int i = 0; i < costs.rounded_count; ++i) {
     const Cost& cost = costs.rounded[i];
-    if (!rounds(args, cost.tokens) || (args.shift_mode == ShiftMode::kZeros && cost.sum == 0.f)) continue;
-    const bool zeros = args.shift_mode == ShiftMode::kZeros;
-    const float half = args.x_dtype == DType::kF16 ? (zeros ? 2.f : 1.f) * cost.half : 0.f;
-    consider(cost, (groups > 1.f ? cost.group : 0.f) + (zeros ? cost.sum : 0.f) + half);
+    if (!rounds(args, cost.tokens) || (zeros && cost.sum == 0.f)) continue;
+    consider(cost, (groups > 1.f ? cost.group : 0.f) + (zeros ? cost.sum : 0.f) + halves * cost.half);
   }
   return least;
 }
