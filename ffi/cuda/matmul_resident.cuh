@@ -546,13 +546,13 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       }
     }
 
-    // Of the warpgroups in order, then of the CTAs in order.
-    if (cluster > 1) {
-      ptx::barrier_wait(received, phase);
-    } else {
-      __syncthreads();
-    }
+    // Of the warpgroups in order, then of the CTAs in order. A CTA that finishes none of the last strips is sent none.
     const int mine = mine_of(end_atom - round_atom);
+    if (cluster == 1) {
+      __syncthreads();
+    } else if (mine > 0) {
+      ptx::barrier_wait(received, phase);
+    }
 #pragma unroll 1
     for (int i = warp; i < mine * (kTokens / 8); i += kThreads / 32) {
       const int strip = i / (kTokens / 8), first_token = i % (kTokens / 8) * 8;
@@ -614,8 +614,10 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     if (end_atom >= atoms) break;
     // The room of these sums is that of the next.
     if (cluster > 1) {
+      // A phase of no bytes would end at once, and warps that have yet to see the end of the one before would wait for
+      // ever.
       const int bytes = cluster * mine_of(min(round_atoms, atoms - end_atom)) * (kWarpgroups * S::kStripBytes);
-      if (thread == 0) ptx::barrier_expect(received, bytes);
+      if (thread == 0 && bytes > 0) ptx::barrier_expect(received, bytes);
       __syncwarp();
       ptx::cluster_meet();
     } else {

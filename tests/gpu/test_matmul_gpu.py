@@ -370,6 +370,29 @@ def test_resident_activations(rng, x_dtype, mode, m):
         np.testing.assert_array_equal(fewer, np.asarray(y)[..., :few, :])
 
 
+@pytest.mark.device
+@pytest.mark.parametrize("m", [9, 16])
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+def test_resident_rounds(rng, mode, m):
+    """More strips of outputs than a CTA has room for the sums of, and at last fewer than a cluster has CTAs: some then
+    finish none, and warps that came late once waited for ever. A few outputs over and over, as there are many.
+    """
+    period = 192
+    for k, n in ((8192, 128256), (21504, 5265)):  # clusters of two CTAs with 121 or 122 strips, and of four with 11
+        few = random_weight(rng, k, period, group_size=128, mode=mode, scale_dtype="bfloat16")
+        x = random_x(rng, (m, k), "bfloat16")
+        times = -(-n // period)
+        arrays = (few.qt.scales, few.qt.zeros)
+        scales, zeros = (None if a is None else jnp.tile(a, times)[:, :n] for a in arrays)
+        packed = jnp.tile(few.qt.qvalue, (times, 1, 1))[: -(-n // 64)]
+        qt = jw.QuantizedTensor(packed, scales, zeros, bits=4, k=k, n=n)
+        if _cuda_dispatch.has_warpgroups():
+            assert jw.explain(x, qt, implementation="cuda").kernel == "matmul_resident"
+        y = np.asarray(jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))(x, qt))
+        assert_product(y[:, :period], x, few)
+        np.testing.assert_array_equal(y, np.tile(y[:, :period], times)[:, :n])
+
+
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 8])
 @pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
 @pytest.mark.parametrize("scale_dtype", DTYPES)
