@@ -54,7 +54,7 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
     ends = {32: 4, 64: 2}.get(sweep["group_size"], 1)
     zeros, floats = mode in ("integer_zeros", "float_zeros"), mode in ("float_zeros", "offsets")
     split = sweep.get("dtype") == "f32"
-    scheme = costs.Scheme(bits, ends, zeros, floats, not split, split)
+    scheme = costs.Scheme(bits, ends, zeros, floats, not split, split, sweep.get("dtype") == "f16")
 
     def of(file: dict) -> Iterator[tuple[tuple, float]]:
         if "mma" in file:
@@ -82,8 +82,7 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
                     yield ("resident", *config), us
             numbers = costs.warpgroups_of(file["warpgroup"])
             for (*config, teams), us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
-                if teams == 1:  # others are not recorded
-                    yield ("warpgroup", *config), us
+                yield ("warpgroup", *config, *[teams] * (teams > 1)), us
 
     return of
 

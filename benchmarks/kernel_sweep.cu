@@ -7,10 +7,13 @@
 //       one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
 //       X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
 //       SHIFT: symmetric (default), integer_zeros, float_zeros, offsets or table
-//       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups
+//       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups, ctas for teams
 //       the decode kernel: atoms -1, tiles for parts
 //       the tiled kernel: atoms -2, tiles for tokens / 8, warps for splits
 //       the mma kernel: atoms -3, tiles for tokens / 8, warps for splits
+//       the resident kernel: atoms -4, tiles for parts
+//   kernel_sweep race
+//       the same of configurations that standard input has, in turns, and an empty line after each product
 //
 // Time: a CUDA graph of calls that rotate through more than four times the L2 of weights, median over replays.
 
@@ -19,11 +22,17 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iostream>
+#include <memory>
+#include <sstream>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -40,7 +49,8 @@
 using namespace wonly;
 
 // Tokens of a CTA of the warpgroup kernel, and of a tile of the tiled one (checked with 64 too, and not timed with it).
-constexpr int kWarpgroupTokens[] = {8, 16, 32, 48, 64, 80, 96, 104, 112, 120, 128, 136, 144, 152, 160, 176};
+constexpr int kWarpgroupTokens[] = {8,   16,  32,  48,  64,  72,  80,  96,  104, 112, 120,
+                                    128, 136, 144, 152, 160, 176, 184, 192, 200, 216};
 constexpr int kTiledTokens[] = {64, 144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256};
 
 __device__ uint32_t hash(uint64_t i) {
@@ -141,15 +151,15 @@ int check(int every, const char* only) {
     int64_t b, m, k, n, group;
   };
   const std::vector<Shape> shapes = {
-      {1, 1, 64, 64, 0},       {1, 3, 100, 70, 0},     {2, 7, 96, 33, 32},      {1, 8, 1024, 136, 128},
-      {3, 5, 512, 192, 256},   {1, 17, 320, 50, 64},   {1, 9, 2048, 257, 32},   {1, 16, 4096, 128, 128},
-      {1, 33, 1536, 384, 128}, {1, 2, 33, 1, 0},       {2, 4, 101, 65, 0},      {2, 300, 832, 520, 64},
-      {1, 520, 1032, 300, 0},  {1, 70, 1120, 272, 32}, {1, 2, 1024, 136, 128},  {3, 1, 640, 72, 64},
-      {1, 2, 1152, 200, 64},   {2, 1, 1280, 136, 32},  {2, 2, 768, 136, 32},    {1, 1, 4480, 264, 64},
-      {1, 2, 2304, 72, 0},     {2, 5, 640, 72, 128},   {1, 8, 1088, 200, 0},    {3, 3, 2304, 137, 256},
-      {1, 7, 64, 16, 0},       {1, 4, 5184, 328, 0},   {1, 6, 4096, 129, 128},  {1, 6, 832, 200, 64},
-      {2, 5, 1984, 137, 32},   {1, 8, 4160, 328, 32},  {1, 8, 12288, 328, 128}, {1, 16, 12288, 392, 128},
-      {1, 16, 14336, 64, 128}};
+      {1, 1, 64, 64, 0},       {1, 3, 100, 70, 0},       {2, 7, 96, 33, 32},      {1, 8, 1024, 136, 128},
+      {3, 5, 512, 192, 256},   {1, 17, 320, 50, 64},     {1, 9, 2048, 257, 32},   {1, 16, 4096, 128, 128},
+      {1, 33, 1536, 384, 128}, {1, 2, 33, 1, 0},         {2, 4, 101, 65, 0},      {2, 300, 832, 520, 64},
+      {1, 520, 1032, 300, 0},  {1, 70, 1120, 272, 32},   {1, 2, 1024, 136, 128},  {3, 1, 640, 72, 64},
+      {1, 2, 1152, 200, 64},   {2, 1, 1280, 136, 32},    {2, 2, 768, 136, 32},    {1, 1, 4480, 264, 64},
+      {1, 2, 2304, 72, 0},     {2, 5, 640, 72, 128},     {1, 8, 1088, 200, 0},    {3, 3, 2304, 137, 256},
+      {1, 7, 64, 16, 0},       {1, 4, 5184, 328, 0},     {1, 6, 4096, 129, 128},  {1, 6, 832, 200, 64},
+      {2, 5, 1984, 137, 32},   {1, 8, 4160, 328, 32},    {1, 8, 12288, 328, 128}, {1, 16, 12288, 392, 128},
+      {1, 16, 14336, 64, 128}, {1, 16, 14336, 424, 128}, {1, 8, 14336, 1304, 0},  {1, 12, 7168, 392, 64}};
   for (const Shape& s : shapes)
     for (int bits : {4, 8})
       for (DType xt : {DType::kBF16, DType::kF16, DType::kF32})
@@ -291,9 +301,9 @@ int check(int every, const char* only) {
           for (int tokens : kWarpgroupTokens) {
             rounds = warpgroup::rounds(args, tokens);
             if (rounds) want.swap(of_rounded);
-            for (int warpgroups : {1, 2, 4})
+            for (int warpgroups : {1, 2, 3, 4})
               for (int cluster : {1, 2, 3, 4, 8})
-                if (warpgroups == 2 || tokens == 32 || tokens == 64) {
+                if (warpgroups == 2 || warpgroups == 3 || tokens == 32 || tokens == 64) {
                   compare("warpgroup", tokens, warpgroups, cluster, 0, [&] {
                     return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr);
                   });
@@ -314,90 +324,181 @@ std::vector<std::string> split(const std::string& text) {
   return parts;
 }
 
-template <typename Launch>
-float graph_us(const std::vector<MatmulArgs>& calls, Launch&& launch, cudaStream_t s) {
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
-  for (const MatmulArgs& args : calls) CHECK(launch(args));
-  CHECK(cudaStreamEndCapture(s, &graph));
-  CHECK(cudaGraphInstantiate(&exec, graph, 0));
-  cudaEvent_t begin, end;
-  CHECK(cudaEventCreate(&begin));
-  CHECK(cudaEventCreate(&end));
-  std::vector<float> times;
-  float total = 0.f;
-  for (int i = 0; i < 8; ++i) {
+// A configuration of a kernel, as a line of `time` has it.
+struct Configuration {
+  int atoms, tiles, warps, cluster, ctas;
+};
+
+cudaError_t launch(const Configuration& c, const Device& device, const MatmulArgs& args, cudaStream_t s) {
+  switch (c.atoms) {
+    case 0:
+      return warpgroup::launch(args, {8 * c.tiles, c.warps, c.cluster, device.multiprocessors, c.ctas}, s);
+    case -1:
+      return decode::launch(args, {c.cluster, c.tiles}, shared_share(device, 1), s);
+    case -2:
+      return tiled::launch(args, {device.multiprocessors, 8 * c.tiles, c.warps}, s);
+    case -3: {
+      const int64_t tiles = ceil_div(args.m, 8 * c.tiles) * ceil_div(args.n, mma::kCtaOutputs);
+      const int shared_tiles = c.warps == 1 ? 0 : static_cast<int>(tiles % (mma::kCtas * device.multiprocessors));
+      return mma::launch(args, {8 * c.tiles, shared_tiles, c.warps, shared_share(device, mma::kCtas)}, s);
+    }
+    case -4:
+      return resident::launch(args, {c.cluster, c.tiles}, shared_share(device, 1), s);
+  }
+  return stream::launch(args, {c.atoms, c.tiles, c.warps, c.cluster, shared_share(device, c.ctas)}, s);
+}
+
+// The operands of products of up to so many tokens, with copies of the weights that are so many bytes.
+class Operands {
+ public:
+  Operands(int bits, int64_t group, DType xt, const std::string& shift_name, int64_t k, int64_t n, int64_t most,
+           int64_t bytes)
+      : bits(bits),
+        k(k),
+        n(n),
+        groups(group ? k / group : 1),
+        words(ceil_div(n, kTileN) * ceil_div(k, tile_k(bits)) * kTileWords),
+        integers(shift_name == "integer_zeros"),
+        xt(xt),
+        mode(shift_name == "symmetric" ? ShiftMode::kNone
+             : shift_name == "offsets" ? ShiftMode::kOffsets
+             : shift_name == "table"   ? ShiftMode::kTable
+                                       : ShiftMode::kZeros),
+        shift_size(mode == ShiftMode::kNone || mode == ShiftMode::kTable ? 0
+                   : integers                                            ? 1
+                                                                         : 2),
+        copies(static_cast<int>(std::max<int64_t>(2, ceil_div(bytes, words * 4)))),
+        qw(copies * words * 4),
+        scales(copies * groups * n * 2),
+        shift(mode == ShiftMode::kTable ? kTableEntries * 4 : copies * groups * n * shift_size),
+        x(most * k * 4),
+        y(most * n * 4),
+        scratch(std::max<int64_t>(32 << 20, most * (k + 1) * 4)) {
+    fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
+    fill(scales.data, copies * groups * n, scale_type(), 0.005f, 0.02f, false, 8);
+    fill(x.data, most * k, xt, -1.f, 1.f, false, 9);
+    if (mode == ShiftMode::kTable) fill(shift.data, kTableEntries, DType::kF32, -1.f, 1.f, false, 10);
+    if (shift_size > 0) {
+      fill(shift.data, copies * groups * n, integers ? DType::kU8 : scale_type(), 0.f, 15.f, integers, 10);
+    }
+    CHECK(cudaMemset(scratch.data, 0, scratch.bytes));
+    CHECK(cudaDeviceSynchronize());
+  }
+
+  std::vector<MatmulArgs> calls(int64_t m, int least) const {
+    std::vector<MatmulArgs> calls;
+    for (int i = 0; i < std::max(copies, least); ++i) {
+      MatmulArgs args{};
+      args.x = x.data, args.qw = static_cast<uint32_t*>(qw.data) + i % copies * words;
+      args.scales = static_cast<uint16_t*>(scales.data) + i % copies * groups * n;
+      args.y = y.data;
+      args.batch = 1, args.m = m, args.k = k, args.n = n, args.groups = groups, args.bits = bits;
+      args.x_dtype = args.y_dtype = xt;
+      args.scale_dtype = scale_type();
+      args.shift = static_cast<uint8_t*>(shift.data) + i % copies * groups * n * shift_size;
+      args.shift_mode = mode;
+      args.shift_dtype = integers ? DType::kU8 : mode == ShiftMode::kTable ? DType::kF32 : scale_type();
+      args.scratch = scratch.data, args.scratch_bytes = scratch.bytes;
+      calls.push_back(args);
+    }
+    return calls;
+  }
+
+  double bytes(int64_t m) const {
+    return words * 4.0 + groups * n * (2.0 + shift_size) + m * k * element_size(xt) + m * n * element_size(xt);
+  }
+
+ private:
+  DType scale_type() const { return xt == DType::kF16 ? DType::kF16 : DType::kBF16; }
+
+  const int bits;
+  const int64_t k, n, groups, words;
+  const bool integers;
+  const DType xt;
+  const ShiftMode mode;
+  const int shift_size, copies;
+  Buffer qw, scales, shift, x, y, scratch;
+};
+
+// Calls of a configuration as one graph, and what replays of it took.
+class Graph {
+ public:
+  Graph(const Configuration& config, const Device& device, const std::vector<MatmulArgs>& calls, cudaStream_t s)
+      : calls(calls.size()), s(s) {
+    cudaGraph_t graph;
+    CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+    for (const MatmulArgs& args : calls) CHECK(launch(config, device, args, s));
+    CHECK(cudaStreamEndCapture(s, &graph));
+    CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaEventCreate(&begin));
+    CHECK(cudaEventCreate(&end));
+  }
+  ~Graph() {
+    cudaGraphExecDestroy(exec);
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+  }
+  Graph(const Graph&) = delete;
+
+  // Milliseconds.
+  float replay(bool counts) {
+    float ms;
     CHECK(cudaEventRecord(begin, s));
     CHECK(cudaGraphLaunch(exec, s));
     CHECK(cudaEventRecord(end, s));
     CHECK(cudaEventSynchronize(end));
-    float ms;
     CHECK(cudaEventElapsedTime(&ms, begin, end));
-    if (i > 0) times.push_back(ms * 1000.f / calls.size());
-    if (i > 1 && (total += ms) > 20.f) break;
+    if (counts) times.push_back(ms * 1000.f / calls);
+    return ms;
   }
-  CHECK(cudaGraphExecDestroy(exec));
-  CHECK(cudaGraphDestroy(graph));
-  CHECK(cudaEventDestroy(begin));
-  CHECK(cudaEventDestroy(end));
-  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
-  return times[times.size() / 2];
+  // Of a call, in microseconds.
+  float median() {
+    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+    return times[times.size() / 2];
+  }
+
+ private:
+  const size_t calls;
+  const cudaStream_t s;
+  cudaGraphExec_t exec;
+  cudaEvent_t begin, end;
+  std::vector<float> times;
+};
+
+void report(int64_t k, int64_t n, int64_t m, const Configuration& c, float us, double bytes) {
+  std::printf("%ld %ld %ld %d %d %d %d %d %.2f %.0f\n", k, n, m, c.atoms, c.tiles, c.warps, c.cluster, c.ctas, us,
+              bytes / us * 1e-3);
+}
+
+DType type_of(const std::string& name) {
+  return name == "bf16" ? DType::kBF16 : name == "f16" ? DType::kF16 : DType::kF32;
 }
 
 // `models`: of the kernels alone whose configuration follows from a model of costs.
 int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std::string& shapes,
              const std::string& shift_name, bool models) {
-  const bool integers = shift_name == "integer_zeros";
-  const ShiftMode mode = shift_name == "symmetric" ? ShiftMode::kNone
-                         : shift_name == "offsets" ? ShiftMode::kOffsets
-                         : shift_name == "table"   ? ShiftMode::kTable
-                                                   : ShiftMode::kZeros;
   Device device;
   CHECK(current_device(&device));
   cudaStream_t s;
   CHECK(cudaStreamCreate(&s));
   for (const std::string& shape : split(shapes)) {
     const int64_t k = std::atoll(shape.c_str()), n = std::atoll(shape.c_str() + shape.find('x') + 1);
-    const int64_t groups = group ? k / group : 1;
-    const int64_t words = ceil_div(n, kTileN) * ceil_div(k, tile_k(bits)) * kTileWords;
-    const DType st = xt == DType::kF16 ? DType::kF16 : DType::kBF16;
-    const int copies = static_cast<int>(std::max<int64_t>(4, ceil_div(int64_t{220} << 20, words * 4)));
     int64_t most = 0;
     for (const std::string& m_text : split(ms)) most = std::max<int64_t>(most, std::atoll(m_text.c_str()));
-    const bool table = mode == ShiftMode::kTable;
-    const int shift_size = mode == ShiftMode::kNone || table ? 0 : integers ? 1 : 2;
-    Buffer qw(copies * words * 4), scales(copies * groups * n * 2),
-        shift(table ? kTableEntries * 4 : copies * groups * n * shift_size), x(most * k * 4), y(most * n * 4),
-        scratch(std::max<int64_t>(32 << 20, most * (k + 1) * 4));
-    fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
-    fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
-    fill(x.data, most * k, xt, -1.f, 1.f, false, 9);
-    if (table) fill(shift.data, kTableEntries, DType::kF32, -1.f, 1.f, false, 10);
-    if (shift_size > 0) {
-      fill(shift.data, copies * groups * n, integers ? DType::kU8 : st, 0.f, 15.f, integers, 10);
-    }
+    const Operands operands(bits, group, xt, shift_name, k, n, most, int64_t{220} << 20);  // four times the L2
     for (const std::string& m_text : split(ms)) {
       const int64_t m = std::atoll(m_text.c_str());
-      std::vector<MatmulArgs> calls;
-      for (int i = 0; i < std::max(copies, 24); ++i) {
-        MatmulArgs args{};
-        args.x = x.data, args.qw = static_cast<uint32_t*>(qw.data) + i % copies * words;
-        args.scales = static_cast<uint16_t*>(scales.data) + i % copies * groups * n;
-        args.y = y.data;
-        args.batch = 1, args.m = m, args.k = k, args.n = n, args.groups = groups, args.bits = bits;
-        args.x_dtype = args.y_dtype = xt;
-        args.scale_dtype = st;
-        args.shift = static_cast<uint8_t*>(shift.data) + i % copies * groups * n * shift_size;
-        args.shift_mode = mode, args.shift_dtype = integers ? DType::kU8 : table ? DType::kF32 : st;
-        args.scratch = scratch.data, args.scratch_bytes = scratch.bytes;
-        calls.push_back(args);
-      }
-      const double bytes =
-          words * 4.0 + groups * n * (2.0 + shift_size) + m * k * element_size(xt) + m * n * element_size(xt);
-      const auto report = [&](int atoms, int tiles, int warps, int cluster, int ctas, float us) {
-        std::printf("%ld %ld %ld %d %d %d %d %d %.2f %.0f\n", k, n, m, atoms, tiles, warps, cluster, ctas, us,
-                    bytes / us * 1e-3);
+      const std::vector<MatmulArgs> calls = operands.calls(m, 24);
+      const auto time = [&](const Configuration& config) {
+        if (launch(config, device, calls[0], s) != cudaSuccess) return;
+        Graph graph(config, device, calls, s);
+        float total = 0.f;
+        for (int i = 0; i < 8; ++i) {
+          const float ms = graph.replay(i > 0);
+          if (i > 1 && (total += ms) > 20.f) break;
+        }
+        report(k, n, m, config, graph.median(), operands.bytes(m));
       };
       for (int tiles : {1, 2})
         for (int atoms : {1, 2, 4})
@@ -408,44 +509,26 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
                 const int64_t all = ceil_div(n, 16 * atoms) * cluster;
                 if (all <= device.multiprocessors * (ctas - 1) || all < device.multiprocessors / 2) continue;
                 if (warps * ctas < 8 || warps * ctas > 24) continue;
-                const stream::Config config{atoms, tiles, warps, cluster, shared_share(device, ctas)};
-                if (stream::launch(calls[0], config, s) != cudaSuccess) continue;
-                report(atoms, tiles, warps, cluster, ctas,
-                       graph_us(calls, [&](const MatmulArgs& args) { return stream::launch(args, config, s); }, s));
+                time({atoms, tiles, warps, cluster, ctas});
               }
       for (int cluster : {1, 2, 4}) {
         if (models || device.architecture != 90 || !decode::supports(calls[0])) continue;
-        const int parts = std::min(static_cast<int>(ceil_div(n, kAtomN)), device.multiprocessors / cluster);
-        const decode::Config config{cluster, parts};
-        const int shared = shared_share(device, 1);
-        if (decode::launch(calls[0], config, shared, s) != cudaSuccess) continue;
-        report(-1, parts, 0, cluster, 1,
-               graph_us(calls, [&](const MatmulArgs& args) { return decode::launch(args, config, shared, s); }, s));
+        time({-1, std::min(static_cast<int>(ceil_div(n, kAtomN)), device.multiprocessors / cluster), 0, cluster, 1});
       }
       for (int cluster : {1, 2, 4}) {
         if (device.architecture != 90 || !resident::supports(calls[0])) continue;
         const int multiprocessors = cluster == 4 ? device.multiprocessors * 10 / 11 : device.multiprocessors;
-        const int parts = std::min(static_cast<int>(ceil_div(n, kAtomN)), multiprocessors / cluster);
-        const resident::Config config{cluster, parts};
-        const int shared = shared_share(device, 1);
-        if (resident::launch(calls[0], config, shared, s) != cudaSuccess) continue;
-        report(-4, parts, 0, cluster, 1,
-               graph_us(calls, [&](const MatmulArgs& args) { return resident::launch(args, config, shared, s); }, s));
+        time({-4, std::min(static_cast<int>(ceil_div(n, kAtomN)), multiprocessors / cluster), 0, cluster, 1});
       }
       for (int tokens : kWarpgroupTokens)
-        for (int warpgroups : {1, 2, 4})
+        for (int warpgroups : {1, 2, 3, 4})
           for (int cluster : {1, 2, 3, 4, 6}) {
-            if (device.architecture != 90 || !warpgroup::supports(calls[0]) ||
-                (warpgroups == 4 && tokens != 32 && tokens != 64) || (warpgroups == 1 && tokens > 64))
-              continue;
+            if (device.architecture != 90 || !warpgroup::supports(calls[0])) continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
             if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < (xt == DType::kF32 ? 64 : 96))) continue;
             const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * cluster;
             if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
-            const warpgroup::Config config{tokens, warpgroups, cluster, device.multiprocessors};
-            if (warpgroup::launch(calls[0], config, s) != cudaSuccess) continue;
-            report(0, tokens / 8, warpgroups, cluster, 1,
-                   graph_us(calls, [&](const MatmulArgs& args) { return warpgroup::launch(args, config, s); }, s));
+            time({0, tokens / 8, warpgroups, cluster, 1});
           }
       for (int tokens : {32, 64, 128})
         for (int splits = 1; splits <= 16; ++splits) {
@@ -454,23 +537,51 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
           const int ctas = mma::kCtas * device.multiprocessors;
           const int64_t rest = ceil_div(m, tokens) * ceil_div(n, mma::kCtaOutputs) % ctas;
           if (splits > 1 && (rest * splits > ctas || splits * 4 > k / mma::kStageInputs)) continue;
-          const int shared_tiles = splits == 1 ? 0 : static_cast<int>(rest);
-          const mma::Config config{tokens, shared_tiles, splits, shared_share(device, mma::kCtas)};
-          if (mma::launch(calls[0], config, s) != cudaSuccess) continue;
-          report(-3, tokens / 8, splits, 1, mma::kCtas,
-                 graph_us(calls, [&](const MatmulArgs& args) { return mma::launch(args, config, s); }, s));
+          time({-3, tokens / 8, splits, 1, mma::kCtas});
         }
       for (int tokens : kTiledTokens)
         for (int splits = 1; splits <= 8; ++splits) {
           if (device.architecture != 90 || !tiled::supports(calls[0]) || m <= 16) continue;
-          if (tokens < 128 || tokens >= m + 64) continue;
-          const tiled::Config config{device.multiprocessors, tokens, splits};
-          if (splits * 4 > k / tiled::kStageInputs || tiled::launch(calls[0], config, s) != cudaSuccess) continue;
-          report(-2, tokens / 8, splits, tiled::kClusterCtas, 1,
-                 graph_us(calls, [&](const MatmulArgs& args) { return tiled::launch(args, config, s); }, s));
+          if (tokens < 128 || tokens >= m + 64 || splits * 4 > k / tiled::kStageInputs) continue;
+          time({-2, tokens / 8, splits, tiled::kClusterCtas, 1});
         }
       std::fflush(stdout);
     }
+  }
+  return 0;
+}
+
+// Products and some of their configurations, a line each of standard input: BITS GROUP X K N M SHIFT, and for every
+// configuration five numbers as `time` prints them. Configurations take turns, and the GPU rests for as long as it
+// works, so that none is timed at lower clocks than others.
+int race() {
+  constexpr int kTurns = 5;  // of which the first is not counted
+  Device device;
+  CHECK(current_device(&device));
+  cudaStream_t s;
+  CHECK(cudaStreamCreate(&s));
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream words(line);
+    int bits;
+    int64_t group, k, n, m;
+    std::string x, shift;
+    words >> bits >> group >> x >> k >> n >> m >> shift;
+    const Operands operands(bits, group, type_of(x), shift, k, n, m, int64_t{110} << 20);  // twice the L2
+    const std::vector<MatmulArgs> calls = operands.calls(m, 4);
+    std::vector<std::pair<Configuration, std::unique_ptr<Graph>>> graphs;
+    for (Configuration c; words >> c.atoms >> c.tiles >> c.warps >> c.cluster >> c.ctas;) {
+      if (launch(c, device, calls[0], s) != cudaSuccess) continue;
+      graphs.emplace_back(c, std::make_unique<Graph>(c, device, calls, s));
+    }
+    for (int turn = 0; turn < kTurns; ++turn) {
+      for (auto& [config, graph] : graphs) {
+        const float ms = graph->replay(turn > 0);
+        std::this_thread::sleep_for(std::chrono::duration<float, std::milli>(ms));
+      }
+    }
+    for (auto& [config, graph] : graphs) report(k, n, m, config, graph->median(), operands.bytes(m));
+    std::printf("\n");
+    std::fflush(stdout);
   }
   return 0;
 }
@@ -480,14 +591,11 @@ int main(int argc, char** argv) {
     return check(argc >= 3 ? std::atoi(argv[2]) : 1, argc == 4 ? argv[3] : nullptr);
   }
   if (argc >= 7 && argc <= 9 && std::strcmp(argv[1], "time") == 0) {
-    const std::string x = argv[4];
-    return time_all(std::atoi(argv[2]), std::atoll(argv[3]),
-                    x == "bf16"  ? DType::kBF16
-                    : x == "f16" ? DType::kF16
-                                 : DType::kF32,
-                    argv[5], argv[6], argc >= 8 ? argv[7] : "symmetric",
-                    argc == 9 && std::strcmp(argv[8], "models") == 0);
+    return time_all(std::atoi(argv[2]), std::atoll(argv[3]), type_of(argv[4]), argv[5], argv[6],
+                    argc >= 8 ? argv[7] : "symmetric", argc == 9 && std::strcmp(argv[8], "models") == 0);
   }
-  std::fprintf(stderr, "usage: kernel_sweep check [EVERY [KERNEL]] | time BITS GROUP X MS SHAPES [SHIFT [models]]\n");
+  if (argc == 2 && std::strcmp(argv[1], "race") == 0) return race();
+  std::fprintf(stderr,
+               "usage: kernel_sweep check [EVERY [KERNEL]] | time BITS GROUP X MS SHAPES [SHIFT [models]] | race\n");
   return 2;
 }

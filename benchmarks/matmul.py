@@ -4,6 +4,7 @@
     python benchmarks/matmul.py --suite every     every number of tokens, about a second each, into a file of its own
     python benchmarks/matmul.py --suite batch     eight weights at once, into a file of its own
     python benchmarks/matmul.py --suite scales    float32 scales with bfloat16 activations, into a file of its own
+    python benchmarks/matmul.py --suite small     layers of small models, into a file of its own
     python benchmarks/matmul.py --suite xla     beside XLA's product of the same codes, into a file of its own
     python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
         kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
@@ -28,11 +29,13 @@ FILES = {
     "batch": "h100-batch.json",
     "every": "h100-every.json",
     "scales": "h100-scales.json",
+    "small": "h100-small.json",
     "xla": "h100-xla.json",
     "other_architectures": "h100-sm80.json",
 }
 TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
 WIDE = ((3584, 18944), (4096, 22016))  # more outputs than tiles of 128 for each multiprocessor
+SMALL = ((384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768), (1024, 1024), (1024, 4096), (2048, 2048))
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
 
 
@@ -95,6 +98,7 @@ SUITES = {
         case(k, n, m, group_size=64, mode="nf4") for k, n in TABLE[1:3] for m in (1, 8, 16, 64, 128, 512, 1024, 4096)
     ]
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
+    "small": [case(k, n, m) for k, n in SMALL for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
     "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE]
     # What whole waves have, and more.

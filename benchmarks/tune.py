@@ -4,27 +4,32 @@
         [--shapes 8192x8192,...]
     python benchmarks/tune.py --check [--every 1]
     python benchmarks/tune.py --record     measures what benchmarks/fit_costs.py needs, into its file
+    python benchmarks/tune.py --random 600 [--seed 0]     the same of products drawn at random, into another file
 
-Prints the fastest configurations of each product.
+Prints the fastest configurations of each product, or, of random ones, how much longer than those the chosen ones take.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
 
+import fit_costs
 from _common import command, revision
 
+from jax_wonly import _cuda_costs
 from jax_wonly.progress import progress
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "kernel_sweep"
 SHAPES = "8192x28672,8192x8192,4096x14336,14336x4096,4096x4096,2048x8192,3584x18944,7168x2048"
 RECORD = ROOT / "benchmarks" / "results" / "h100-tune.json"
+RANDOM_RECORD = RECORD.with_name("h100-tune-random.json")
 # Of models from many kinds of people, and between.
 OTHERS = (
     "1024x1024,1024x4096,1024x8192,1024x28672,1536x4608,1536x8960,1536x24576,2048x1024,2048x2048,2048x7168,2048x16384,"
@@ -58,6 +63,36 @@ SWEEPS = (
     *((b, g, "f32", "symmetric", "4,8,16,32,64,128", "8192x8192,4096x4096") for b, g in ((4, 32), (4, 64), (8, 0))),
     (4, 64, "bf16", "table", "192,256,512,1024", "8192x8192,4096x4096"),
 )
+
+
+# Schemes of random products, and how often: bits, group size, type, shift.
+SCHEMES = {
+    (4, 128, "bf16", "symmetric"): 12,
+    (4, 128, "bf16", "integer_zeros"): 5,
+    (4, 128, "bf16", "offsets"): 2,
+    (4, 64, "bf16", "symmetric"): 5,
+    (4, 64, "bf16", "integer_zeros"): 2,
+    (4, 64, "bf16", "offsets"): 2,
+    (4, 32, "bf16", "symmetric"): 5,
+    (4, 32, "bf16", "integer_zeros"): 3,
+    (4, 32, "bf16", "float_zeros"): 1,
+    (4, 0, "bf16", "symmetric"): 1,
+    (4, 128, "f16", "symmetric"): 5,
+    (4, 128, "f16", "integer_zeros"): 2,
+    (4, 32, "f16", "symmetric"): 2,
+    (8, 128, "bf16", "symmetric"): 5,
+    (8, 0, "bf16", "symmetric"): 3,
+    (8, 128, "bf16", "integer_zeros"): 1,
+    (8, 128, "bf16", "offsets"): 1,
+    (8, 64, "bf16", "symmetric"): 3,
+    (8, 32, "bf16", "symmetric"): 3,
+    (8, 32, "bf16", "integer_zeros"): 2,
+    (8, 128, "f16", "symmetric"): 2,
+}
+INPUTS = (768, 1024, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 6656, 7168, 8192, 9728, 10240, 11008)
+INPUTS += (12288, 14336, 18944, 27648)
+TOKENS = (9, 1600)  # of random products; by kernels of other rules beyond
+PLAUSIBLE, MOST_TRIED = 1.4, 20  # times the fastest expected: configurations that are timed, and how many at most
 
 
 # Programs in C++, and the kernels that each of them launches. The sweep's ragged ones are launched by others of it.
@@ -118,6 +153,73 @@ def config_of(strips: int, tiles: int, warps: int, cluster: int, ctas: int) -> t
     return "stream", {"strips": strips, "tiles": tiles, "warps": warps, "cluster": cluster, "ctas": ctas}
 
 
+def line_of(kernel: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The other way round, of the kernels whose configuration follows from a model of costs."""
+    match kernel:
+        case "tiled":
+            tokens, splits = numbers
+            return -2, tokens // 8, splits, 2, 1
+        case "resident":
+            cluster, parts = numbers
+            return -4, parts, 0, cluster, 1
+    tokens, warpgroups, cluster, *teams = numbers
+    return 0, tokens // 8, warpgroups, cluster, *(teams or (1,))
+
+
+def random_product(draw: random.Random) -> tuple[dict, int, int, int]:
+    """A scheme, and K, N and M: every other product of the dimensions of models, all with tokens in any number."""
+    names = ("bits", "group_size", "dtype", "mode")
+    scheme = dict(zip(names, draw.choices(list(SCHEMES), list(SCHEMES.values()))[0], strict=True))
+    low, high = TOKENS
+    m = round(low * (high / low) ** draw.random())
+    if draw.random() < 0.5:
+        k, n = map(int, draw.choice(f"{SHAPES},{OTHERS}".split(",")).split("x"))
+        return scheme, k, n, m
+    k = draw.choice([k for k in INPUTS if scheme["group_size"] == 0 or k % scheme["group_size"] == 0])
+    return scheme, k, round(k * 2 ** draw.uniform(-1.5, 2.5) / 64) * 64, m
+
+
+def record_random(program: Path, output: Path, commit: str | None, count: int, seed: int) -> None:
+    """Measures what may be the fastest of the configurations of products drawn at random."""
+    draw, file = random.Random(seed), _cuda_costs.read(90)
+    products: list[tuple[dict, int, int, int, list]] = []
+    while len(products) < count:
+        scheme, k, n, m = random_product(draw)
+        expected = sorted(fit_costs.expected(scheme, k, n, m)(file), key=lambda pair: pair[1])
+        tried = [config for config, us in expected if us < PLAUSIBLE * expected[0][1]][:MOST_TRIED]
+        if len(tried) > 1:
+            products.append((scheme, k, n, m, tried))
+    process = subprocess.Popen([program, "race"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    rows: dict[tuple, list] = defaultdict(list)
+    columns, names = ("k", "n", "m", "kernel", "config", "us"), ("bits", "group_size", "dtype", "mode")
+    for number, (scheme, k, n, m, tried) in enumerate(progress(products, label="products")):
+        lines = (" ".join(map(str, line_of(kernel, numbers))) for kernel, *numbers in tried)
+        words = (scheme["bits"], scheme["group_size"], scheme["dtype"], k, n, m, scheme["mode"], *lines)
+        print(*words, file=process.stdin, flush=True)
+        by_line = {line_of(kernel, numbers): (kernel, numbers) for kernel, *numbers in tried}
+        while line := process.stdout.readline().strip():
+            *numbers, us, _ = line.split()
+            kernel, config = by_line[tuple(map(int, numbers[3:]))]
+            rows[tuple(scheme.values())].append([k, n, m, kernel, list(config), float(us)])
+        if process.poll():
+            sys.exit("kernel_sweep failed")
+        sweeps = [dict(zip(names, key, strict=True)) | {"columns": columns, "rows": rows[key]} for key in sorted(rows)]
+        if number % 20 == 19 or number == count - 1:
+            write(output, commit, sweeps)
+    process.stdin.close()
+    print(f"written to {output}")
+    fit_costs.show(file, list(fit_costs.products({"sweeps": sweeps})))
+
+
+def write(output: Path, commit: str | None, sweeps: list[dict]) -> None:
+    query = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    device, driver = query.split("\n")[0].split(", ")
+    head = json.dumps({"device": device, "driver": driver, "commit": revision(commit)})[1:-1]
+    lines = ",\n".join(json.dumps(sweep).replace("], [", "],\n [") for sweep in sweeps)
+    output.write_text(f'{{{head}, "sweeps": [\n{lines}\n]}}\n')
+
+
 def timed(
     program: Path, bits: int, group_size: int, dtype: str, mode: str, m: str, shapes: str, models: bool = False
 ) -> list[dict]:
@@ -134,19 +236,14 @@ def timed(
 
 def record(program: Path, output: Path, commit: str | None) -> None:
     """Measures ``SWEEPS``, those of the kernels that the program's architecture has."""
-    query = command("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    device, driver = query.split("\n")[0].split(", ")
-    head = json.dumps({"device": device, "driver": driver, "commit": revision(commit)})[1:-1]
     columns = ("k", "n", "m", "kernel", "config", "us")
     sweeps = []
     for bits, group_size, dtype, mode, m, shapes in progress(SWEEPS, label="sweeps"):
         rows = timed(program, bits, group_size, dtype, mode, m, shapes, models=True)
         table = [[list(row[c].values()) if c == "config" else row[c] for c in columns] for row in rows]
         of = {"bits": bits, "group_size": group_size, "dtype": dtype, "mode": mode}
-        sweep = json.dumps(of | {"columns": columns, "rows": table})
-        sweeps.append(sweep.replace("], [", "],\n ["))
-        lines = ",\n".join(sweeps)
-        output.write_text(f'{{{head}, "sweeps": [\n{lines}\n]}}\n')
+        sweeps.append(of | {"columns": columns, "rows": table})
+        write(output, commit, sweeps)
     print(f"written to {output}")
 
 
@@ -166,6 +263,9 @@ def main() -> None:
     parser.add_argument("--m", default="1,8,16,32,64,128")
     parser.add_argument("--shapes", default=SHAPES, help="K x N (default: %(default)s)")
     parser.add_argument("--record", nargs="?", type=Path, const=RECORD, metavar="FILE", help="(default: %(const)s)")
+    parser.add_argument("--random", type=int, metavar="COUNT", help="products drawn at random, beside one another")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--output", type=Path, default=RANDOM_RECORD, help="of random ones (default: %(default)s)")
     parser.add_argument("--executable", type=Path, help="kernel_sweep, built before")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
     parser.add_argument("--top", type=int, default=4, help="configurations to show of each product")
@@ -176,6 +276,9 @@ def main() -> None:
         return
     if args.check:
         sys.exit(subprocess.run([program, "check", str(args.every)], check=False).returncode)
+    if args.random:
+        record_random(program, args.output, args.commit, args.random, args.seed)
+        return
     if args.record:
         record(program, args.record, args.commit)
         return

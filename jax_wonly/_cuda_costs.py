@@ -43,6 +43,12 @@ class Scheme(NamedTuple):
     split: bool = False  # float32 activations
     half: bool = False  # float16 ones
 
+    def pairs(self, tokens: int, warpgroups: int) -> bool:
+        """As ``warpgroup::has_pairs`` in ``ffi/cuda/matmul_warpgroup.h``."""
+        if warpgroups == 2:
+            return tokens >= 96 if self.ends == 1 else tokens >= 128 and self.bits == 4
+        return warpgroups == 3 and self.ends == 1 and tokens <= 128 and self.bits == 8
+
     @property
     def plain(self) -> bool:
         """As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``."""
@@ -280,7 +286,8 @@ def warpgroup_times(
             # As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
             shares = shape.shared_stage > 0 and ctas > multiprocessors
             waves = -(-ctas // (2 * places if shares else places))
-            paired = shape.paired and cluster.ctas == 1 and row_tiles % 2 == 0 and 4 * ctas >= 3 * multiprocessors
+            paired = shape.paired and cluster.ctas == 1 and scheme.pairs(shape.tokens, shape.warpgroups)
+            paired = paired and row_tiles % 2 == 0 and 4 * ctas >= 3 * multiprocessors
             alone = shape.paired if paired else shape.stage
             stage = shape.shared_stage + 2 * more if shares else alone + more
             walking, start = waves * stages / cluster.ctas * stage, shape.start + cluster.start

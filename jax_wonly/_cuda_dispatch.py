@@ -19,6 +19,7 @@ from jax_wonly._format import TILE_N
 _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
+_DENSE_START = 6.0  # microseconds of both kernels besides: 5.4 to 10.6 for less than 3 million weights (log, 131)
 _SHIFT_APART = 12.0  # microseconds of the kernels for float32's float zeros and offsets, besides their work
 _STREAMED_ROWS = 32  # of float32 cotangents at a time
 _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
@@ -373,7 +374,8 @@ def estimate(p: Product) -> tuple[float, float]:
     operations = 2.0 * p.outputs * p.k  # of one token
     dense_bytes = p.weight_bytes + p.outputs * p.k * jnp.dtype(p.x_dtype).itemsize
     rate = _DENSE_FLOAT32 if p.split else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
-    dense = dense_bytes / _MEMORY + p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
+    dense = p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
+    dense += _DENSE_START + dense_bytes / _MEMORY
     by_warpgroups = warpgroup_kernel(p)
     fused = _warpgroup(p) if by_warpgroups else math.inf
     if not by_warpgroups or (p.split and p.m <= STREAM_TOKENS):

@@ -69,7 +69,9 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
       // As few as there are multiprocessors are kept apart, even if clusters then do not all fit.
       const bool shares = cost.shared_stage > 0.f && ctas > multiprocessors;
       const float waves = static_cast<float>(ceil_div(ctas, shares ? 2 * places : places));
-      const bool paired = cost.paired > 0.f && cluster.ctas == 1 && pairs(blocks, row_tiles, multiprocessors);
+      const bool paired = cost.paired > 0.f && cluster.ctas == 1 &&
+                          has_pairs(cost.tokens, cost.warpgroups, args.bits, groups > 1.f) &&
+                          pairs(blocks, row_tiles, multiprocessors);
       const float stage = shares ? cost.shared_stage + 2.f * more : (paired ? cost.paired : cost.stage) + more;
       const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
       const auto compare = [&](float us, int teams) {

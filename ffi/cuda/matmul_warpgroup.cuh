@@ -133,11 +133,8 @@ struct Shape {
   static constexpr bool kHalves = kRounded && !Source::kWindows && kTokens >= (kFlushes == 1 || kBits == 8 ? 112 : 144);
   static constexpr bool kTeams =
       has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
-  // Not where conversion binds, as two that wait for each other take longer (docs/performance.md, log 124 and 130).
-  static constexpr bool kMayPair = kWarpgroups == 2   ? (kFlushes == 1 ? kTokens >= 96 : kTokens >= 128 && kBits == 4)
-                                   : kWarpgroups == 3 ? kFlushes == 1 && kTokens <= 128 && kBits == 8
-                                                      : false;
-  static constexpr bool kPairs = kMayPair && kRounded && !Source::kWindows && kArrivals == 1;
+  static constexpr bool kPairs =
+      has_pairs(kTokens, kWarpgroups, kBits, kFlushes > 1) && kRounded && !Source::kWindows && kArrivals == 1;
   // After those of outputs one warpgroup produces; more add activations up, in turns.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;

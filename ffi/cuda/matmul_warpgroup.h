@@ -20,6 +20,13 @@ constexpr bool has_teams(int tokens) { return tokens >= 64; }
 // Whether CTAs of so many warpgroups may share a tile's inputs in clusters: three have tiles for a wave of all
 // multiprocessors, whose sums leave no room for those of others.
 constexpr bool shares_inputs(int warpgroups) { return warpgroups != 3; }
+// Whether CTAs that round weights may be in pairs that copy activations for each other: not where conversion binds, as
+// two that wait for each other take longer (docs/performance.md, log 124 and 130). small_groups: of 32 or 64 inputs.
+constexpr bool has_pairs(int tokens, int warpgroups, int bits, bool small_groups) {
+  return warpgroups == 2   ? (small_groups ? tokens >= 128 && bits == 4 : tokens >= 96)
+         : warpgroups == 3 ? !small_groups && tokens <= 128 && bits == 8
+                           : false;
+}
 // Whether so many CTAs, whose inputs no others share, are in pairs, where the kernel has such and the outputs are so
 // many tiles: where nearly all multiprocessors copy activations from the L2, which that binds; fewer gain nothing.
 constexpr bool pairs(int64_t ctas, int64_t tiles, int multiprocessors) {
