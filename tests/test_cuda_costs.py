@@ -31,7 +31,7 @@ def test_choices_are_nearly_the_fastest(fit_costs, architecture):
     cases = list(fit_costs.products(record))
     _, ratios = fit_costs.judge(_cuda_costs.read(architecture), cases)
     assert len(ratios) == len(cases) > 200
-    assert sum(ratios) / len(ratios) < 1.008 and max(ratios) < 1.16
+    assert sum(ratios) / len(ratios) < 1.008 and max(ratios) < 1.14
 
 
 def test_heights_of_some_schemes():
