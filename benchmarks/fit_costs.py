@@ -1,7 +1,7 @@
 """Fits the cost models in jax_wonly/costs to what benchmarks/tune.py recorded.
 
     python benchmarks/tune.py --record
-    python benchmarks/fit_costs.py [--record FILE] [--architecture 90]
+    python benchmarks/fit_costs.py [--record FILE ...] [--architecture 90]
     python benchmarks/fit_costs.py --groups   of what matmul_warpgroup's small groups and float zeros add, alone
     python benchmarks/fit_costs.py --show     how good today's numbers are
 
@@ -25,6 +25,7 @@ from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results"
 RECORDS = {90: RESULTS / "h100-tune.json", 80: RESULTS / "h100-tune-sm80.json"}
+RANDOM_RECORD = RESULTS / "h100-tune-random.json"  # of products drawn at random, which nothing was fitted to
 MULTIPROCESSORS, SHARED_BYTES = 132, 228 << 10  # of the H100 that was measured, and of one of them
 NEAR = 1.4  # times the fastest: configurations whose expected time should be right
 STEPS = (0.2, 0.1, 0.05, 0.02, 0.01)
@@ -173,18 +174,19 @@ def text(file: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", type=int, choices=RECORDS, default=90)
-    parser.add_argument("--record", type=Path, help="(default: that of the architecture beside this script)")
+    parser.add_argument("--record", type=Path, nargs="*", help="(default: that of the architecture beside this script)")
     parser.add_argument("--groups", action="store_true", help="fit what groups and float zeros add alone")
     parser.add_argument("--show", action="store_true", help="change nothing")
     args = parser.parse_args()
-    record = json.loads((args.record or RECORDS[args.architecture]).read_text())
-    cases = list(products(record))
+    records = [json.loads(path.read_text()) for path in args.record or [RECORDS[args.architecture]]]
+    cases = [case for record in records for case in products(record)]
     file = costs.read(args.architecture)
     show(file, cases)
     if args.show:
         return
     fit(file, cases, args.groups)
-    file["measured"] = {key: record[key] for key in ("device", "driver", "commit")}
+    file["measured"] = {key: records[0][key] for key in ("device", "driver")}
+    file["measured"]["commit"] = "; ".join(record["commit"] for record in records)
     costs.path(args.architecture).write_text(text(file))
     show(file, cases)
     print(f"written to {costs.path(args.architecture)}")

@@ -28,8 +28,7 @@ from jax_wonly.progress import progress
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build" / "kernel_sweep"
 SHAPES = "8192x28672,8192x8192,4096x14336,14336x4096,4096x4096,2048x8192,3584x18944,7168x2048"
-RECORD = ROOT / "benchmarks" / "results" / "h100-tune.json"
-RANDOM_RECORD = RECORD.with_name("h100-tune-random.json")
+RECORD = fit_costs.RECORDS[90]
 # Of models from many kinds of people, and between.
 OTHERS = (
     "1024x1024,1024x4096,1024x8192,1024x28672,1536x4608,1536x8960,1536x24576,2048x1024,2048x2048,2048x7168,2048x16384,"
@@ -265,7 +264,9 @@ def main() -> None:
     parser.add_argument("--record", nargs="?", type=Path, const=RECORD, metavar="FILE", help="(default: %(const)s)")
     parser.add_argument("--random", type=int, metavar="COUNT", help="products drawn at random, beside one another")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
-    parser.add_argument("--output", type=Path, default=RANDOM_RECORD, help="of random ones (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=fit_costs.RANDOM_RECORD, help="of random ones (default: %(default)s)"
+    )
     parser.add_argument("--executable", type=Path, help="kernel_sweep, built before")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
     parser.add_argument("--top", type=int, default=4, help="configurations to show of each product")

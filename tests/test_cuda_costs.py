@@ -34,6 +34,16 @@ def test_choices_are_nearly_the_fastest(fit_costs, architecture):
     assert sum(ratios) / len(ratios) < 1.008 and max(ratios) < 1.14
 
 
+def test_choices_for_random_products(fit_costs):
+    """Nor are those for products of any shape and scheme much slower than the fastest."""
+    record = json.loads(fit_costs.RANDOM_RECORD.read_text())
+    cases = list(fit_costs.products(record))
+    _, ratios = fit_costs.judge(_cuda_costs.read(90), cases)
+    assert len(ratios) > 800
+    assert sum(ratios) / len(ratios) < 1.012 and sum(ratio > 1.05 for ratio in ratios) < 0.07 * len(ratios)
+    assert max(ratios) < 1.25
+
+
 def test_heights_of_some_schemes():
     """No scheme is offered a tile that `launch_tokens` in `matmul_warpgroup.cuh` has no kernel for."""
     numbers = _cuda_costs.warpgroups_of(_cuda_costs.read(90)["warpgroup"])
