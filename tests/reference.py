@@ -142,6 +142,16 @@ def random_weight(
     return Weight(jw.QuantizedTensor(*arrays, bits=bits, k=k, n=n, table=table), dense, magnitude)
 
 
+def repeated(few: Weight, n: int) -> jw.QuantizedTensor:
+    """The outputs of ``few``, whole tiles of 64, over and over, ``n`` in all: a large weight of a small reference."""
+    period = few.qt.n
+    assert period % 64 == 0
+    times = -(-n // period)
+    packed = jnp.tile(few.qt.qvalue, (times, 1, 1))[..., : -(-n // 64), :, :]
+    arrays = (None if a is None else jnp.tile(a, times)[..., :n] for a in few.arrays.values())
+    return jw.QuantizedTensor(packed, *arrays, bits=few.qt.bits, k=few.qt.k, n=n, table=few.qt.table)
+
+
 def random_x(rng, shape, dtype="float32") -> jnp.ndarray:
     """Activations with a mean other than zero."""
     return jnp.asarray(rng.normal(0.3, 1.0, shape).astype(DTYPES[dtype]))

@@ -13,7 +13,7 @@ from matmul_cases import (
     check_zero_scales,
     rounds_weights,
 )
-from reference import DTYPES, MODES, assert_product, random_weight, random_x
+from reference import DTYPES, MODES, assert_product, random_weight, random_x, repeated
 
 import jax_wonly as jw
 from jax_wonly import _cuda_dispatch
@@ -381,16 +381,12 @@ def test_resident_rounds(rng, mode, m):
     for k, n in ((8192, 128256), (21504, 5265)):  # clusters of two CTAs with 121 or 122 strips, and of four with 11
         few = random_weight(rng, k, period, group_size=128, mode=mode, scale_dtype="bfloat16")
         x = random_x(rng, (m, k), "bfloat16")
-        times = -(-n // period)
-        arrays = (few.qt.scales, few.qt.zeros)
-        scales, zeros = (None if a is None else jnp.tile(a, times)[:, :n] for a in arrays)
-        packed = jnp.tile(few.qt.qvalue, (times, 1, 1))[: -(-n // 64)]
-        qt = jw.QuantizedTensor(packed, scales, zeros, bits=4, k=k, n=n)
+        qt = repeated(few, n)
         if _cuda_dispatch.has_warpgroups():
             assert jw.explain(x, qt, implementation="cuda").kernel == "matmul_resident"
         y = np.asarray(jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))(x, qt))
         assert_product(y[:, :period], x, few)
-        np.testing.assert_array_equal(y, np.tile(y[:, :period], times)[:, :n])
+        np.testing.assert_array_equal(y, np.tile(y[:, :period], -(-n // period))[:, :n])
 
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 8])

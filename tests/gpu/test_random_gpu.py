@@ -1,0 +1,120 @@
+"""Products of random shapes as large as those of models, with paths that small ones do not take: several rounds, waves
+and turns of a kernel, and ends of them that are not whole. A weight has the same outputs over and over, so that its
+reference is small.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matmul_cases import rounds_weights
+from reference import DTYPES, MODES, UNITS, Weight, random_weight, random_x, repeated, rounding
+
+import jax_wonly as jw
+
+pytestmark = [pytest.mark.gpu, pytest.mark.device]
+
+PERIOD = 192  # outputs
+MOST_WEIGHTS, MOST_INPUTS = 3e8, 6e6  # of a weight, and of all rows
+DRAWS = range(24)
+
+
+def random_scheme(rng) -> dict:
+    return {
+        "bits": int(rng.choice([4, 4, 8])),
+        "mode": str(rng.choice(list(MODES))),
+        "group_size": rng.choice([32, 64, 128, 256, None]),
+        "scale_dtype": str(rng.choice(["bfloat16", "bfloat16", "float16", "float32"])),
+    }
+
+
+def random_shape(rng, most_rows: int) -> tuple[int, int, int]:
+    """Rows, inputs and outputs, these mostly whole eights."""
+    k = 256 * round(3 * 2 ** rng.uniform(0, 5))
+    n = round(min(512 * 2 ** rng.uniform(0, 8), MOST_WEIGHTS / k))
+    n -= n % 8 if rng.random() < 0.8 else 0
+    return round(min(most_rows, MOST_INPUTS / k) ** rng.random()), k, n
+
+
+def assert_close(y, exact, terms, roundings, inputs: int) -> None:
+    """Within float32 sums of ``inputs`` terms of such magnitudes, roundings of weights (0: exact), and of ``y``."""
+    bound = 2.0**-21 * max(1.0, np.sqrt(inputs) / 8) * terms + 8 * roundings
+    error = np.abs(np.asarray(y).astype(np.float64) - exact)
+    worst = np.max(error / (1.2 * bound + rounding(exact, str(y.dtype)) + 1e-7))
+    assert worst <= 1, f"error is {worst:.3g} times the bound"
+
+
+def alike(scheme: dict, inputs: int) -> float:
+    """How much more than a random walk roundings of weights add up to: those of a group and code are the same, and the
+    activations' mean is 0.3.
+    """
+    return np.sqrt(1 + 0.3**2 * (scheme["group_size"] or inputs) / 2 ** scheme["bits"])
+
+
+def all_columns(a: np.ndarray, n: int) -> np.ndarray:
+    return np.tile(a, -(-n // PERIOD))[..., :n]
+
+
+def folded(a: np.ndarray) -> np.ndarray:
+    """Sums of columns that are the same output of a weight."""
+    whole = np.pad(a, ((0, 0), (0, -a.shape[-1] % PERIOD)))
+    return whole.reshape(len(a), -1, PERIOD).sum(1)
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_product(rng, draw):
+    few_rows = draw % 2 == 0  # of decoding
+    scheme, x_dtype = random_scheme(rng), str(rng.choice(list(DTYPES)))
+    m, k, n = random_shape(rng, 17 if few_rows else 2000)
+    few = random_weight(rng, k, PERIOD, **scheme)
+    qt, x = repeated(few, n), random_x(rng, (m, k), x_dtype)
+    print(m, k, n, x_dtype, scheme, jw.explain(x, qt, implementation="cuda").kernel)
+    product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
+    y, x64 = product(x, qt), np.asarray(x).astype(np.float64)
+    roundings = np.zeros((m, PERIOD))
+    if rounds_weights("cuda", x, qt) and x_dtype != "float32":
+        roundings = UNITS[x_dtype] * alike(scheme, k) * np.sqrt(x64**2 @ few.dense**2)
+    exact, terms = x64 @ few.dense, np.abs(x64) @ few.magnitude
+    assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
+    np.testing.assert_array_equal(np.asarray(product(x, qt)), np.asarray(y))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_gradient(rng, draw):
+    scheme, x_dtype = random_scheme(rng), str(rng.choice(list(DTYPES)))
+    m, k, n = random_shape(rng, 17 if draw % 2 == 0 else 2000)
+    m = max(1, min(m, round(MOST_INPUTS / n)))
+    few = random_weight(rng, k, PERIOD, **scheme)
+    qt, dy = repeated(few, n), random_x(rng, (m, n), x_dtype)
+    print(m, k, n, x_dtype, scheme)
+    gradient = jax.jit(lambda dy, qt: jax.vjp(lambda x: jw.matmul(x, qt, implementation="cuda"), zeros)[1](dy)[0])
+    zeros = jnp.zeros((m, k), x_dtype)
+    dx, dy64 = gradient(dy, qt), np.asarray(dy).astype(np.float64)
+    unit = UNITS[x_dtype] if x_dtype != "float32" else 0.0
+    terms = folded(np.abs(dy64)) @ few.magnitude.T
+    roundings = unit * np.sqrt((folded(dy64) ** 2 + folded(dy64**2)) @ few.dense.T**2)
+    assert_close(dx, folded(dy64) @ few.dense.T, terms, roundings, n)
+    np.testing.assert_array_equal(np.asarray(gradient(dy, qt)), np.asarray(dx))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_experts(rng, draw):
+    scheme, x_dtype = random_scheme(rng), str(rng.choice(list(DTYPES)))
+    experts = round(2 * 2 ** rng.uniform(0, 6))
+    k = 256 * round(2 * 2 ** rng.uniform(0, 3))
+    n = round(min(256 * 2 ** rng.uniform(0, 6), MOST_WEIGHTS / (experts * k))) // 8 * 8
+    rows = round((40 if draw % 2 == 0 else 3000) ** rng.random())
+    sizes = rng.multinomial(rows, rng.dirichlet(np.full(experts, rng.choice([0.2, 5.0]))))
+    few = random_weight(rng, k, PERIOD, lead=(experts,), **scheme)
+    x = random_x(rng, (rows, k), x_dtype)
+    qt = jax.vmap(lambda one: repeated(Weight(one, few.dense, few.magnitude), n))(few.qt)
+    print(rows, experts, k, n, x_dtype, scheme, sizes.tolist())
+    product = jax.jit(lambda x, qt, sizes: jw.ragged_dot(x, qt, sizes, implementation="cuda"))
+    y, x64 = product(x, qt, jnp.asarray(sizes, jnp.int32)), np.asarray(x).astype(np.float64)
+    unit = UNITS[x_dtype] if x_dtype != "float32" else 0.0
+    for expert, (begin, end) in enumerate(zip(np.cumsum(sizes) - sizes, np.cumsum(sizes), strict=True)):
+        mine, dense = x64[begin:end], few.dense[expert]
+        if end > begin:
+            exact, terms = mine @ dense, np.abs(mine) @ few.magnitude[expert]
+            roundings = unit * alike(scheme, k) * np.sqrt(mine**2 @ dense**2)
+            assert_close(y[begin:end], all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
