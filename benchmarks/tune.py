@@ -64,7 +64,8 @@ SWEEPS = (
 )
 
 
-# Schemes of random products, and how often: bits, group size, type, shift.
+SCHEME, COLUMNS = ("bits", "group_size", "dtype", "mode"), ("k", "n", "m", "kernel", "config", "us")  # of a record
+# Schemes of random products, and how often.
 SCHEMES = {
     (4, 128, "bf16", "symmetric"): 12,
     (4, 128, "bf16", "integer_zeros"): 5,
@@ -167,8 +168,7 @@ def line_of(kernel: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 def random_product(draw: random.Random) -> tuple[dict, int, int, int]:
     """A scheme, and K, N and M: every other product of the dimensions of models, all with tokens in any number."""
-    names = ("bits", "group_size", "dtype", "mode")
-    scheme = dict(zip(names, draw.choices(list(SCHEMES), list(SCHEMES.values()))[0], strict=True))
+    scheme = dict(zip(SCHEME, draw.choices(list(SCHEMES), list(SCHEMES.values()))[0], strict=True))
     low, high = TOKENS
     m = round(low * (high / low) ** draw.random())
     if draw.random() < 0.5:
@@ -191,7 +191,7 @@ def record_random(program: Path, output: Path, commit: str | None, count: int, s
     process = subprocess.Popen([program, "race"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
     rows: dict[tuple, list] = defaultdict(list)
-    columns, names = ("k", "n", "m", "kernel", "config", "us"), ("bits", "group_size", "dtype", "mode")
+    sweeps: list[dict] = []
     for number, (scheme, k, n, m, tried) in enumerate(progress(products, label="products")):
         lines = (" ".join(map(str, line_of(kernel, numbers))) for kernel, *numbers in tried)
         words = (scheme["bits"], scheme["group_size"], scheme["dtype"], k, n, m, scheme["mode"], *lines)
@@ -203,8 +203,9 @@ def record_random(program: Path, output: Path, commit: str | None, count: int, s
             rows[tuple(scheme.values())].append([k, n, m, kernel, list(config), float(us)])
         if process.poll():
             sys.exit("kernel_sweep failed")
-        sweeps = [dict(zip(names, key, strict=True)) | {"columns": columns, "rows": rows[key]} for key in sorted(rows)]
         if number % 20 == 19 or number == count - 1:
+            of = {key: dict(zip(SCHEME, key, strict=True)) for key in sorted(rows)}
+            sweeps = [of[key] | {"columns": COLUMNS, "rows": rows[key]} for key in of]
             write(output, commit, sweeps)
     process.stdin.close()
     print(f"written to {output}")
@@ -235,13 +236,12 @@ def timed(
 
 def record(program: Path, output: Path, commit: str | None) -> None:
     """Measures ``SWEEPS``, those of the kernels that the program's architecture has."""
-    columns = ("k", "n", "m", "kernel", "config", "us")
     sweeps = []
     for bits, group_size, dtype, mode, m, shapes in progress(SWEEPS, label="sweeps"):
         rows = timed(program, bits, group_size, dtype, mode, m, shapes, models=True)
-        table = [[list(row[c].values()) if c == "config" else row[c] for c in columns] for row in rows]
-        of = {"bits": bits, "group_size": group_size, "dtype": dtype, "mode": mode}
-        sweeps.append(of | {"columns": columns, "rows": table})
+        table = [[list(row[c].values()) if c == "config" else row[c] for c in COLUMNS] for row in rows]
+        of = dict(zip(SCHEME, (bits, group_size, dtype, mode), strict=True))
+        sweeps.append(of | {"columns": COLUMNS, "rows": table})
         write(output, commit, sweeps)
     print(f"written to {output}")
 

@@ -142,14 +142,14 @@ def random_weight(
     return Weight(jw.QuantizedTensor(*arrays, bits=bits, k=k, n=n, table=table), dense, magnitude)
 
 
-def repeated(few: Weight, n: int) -> jw.QuantizedTensor:
+def repeated(few: jw.QuantizedTensor, n: int) -> jw.QuantizedTensor:
     """The outputs of ``few``, whole tiles of 64, over and over, ``n`` in all: a large weight of a small reference."""
-    period = few.qt.n
-    assert period % 64 == 0
-    times = -(-n // period)
-    packed = jnp.tile(few.qt.qvalue, (times, 1, 1))[..., : -(-n // 64), :, :]
-    arrays = (None if a is None else jnp.tile(a, times)[..., :n] for a in few.arrays.values())
-    return jw.QuantizedTensor(packed, *arrays, bits=few.qt.bits, k=few.qt.k, n=n, table=few.qt.table)
+    assert few.n % 64 == 0
+    times = -(-n // few.n)
+    packed = jnp.tile(few.qvalue, (times, 1, 1))[..., : -(-n // 64), :, :]
+    rows = (few.scales, few.zeros, few.offsets)
+    arrays = (None if a is None else jnp.tile(a, times)[..., :n] for a in rows)
+    return jw.QuantizedTensor(packed, *arrays, bits=few.bits, k=few.k, n=n, table=few.table)
 
 
 def random_x(rng, shape, dtype="float32") -> jnp.ndarray:

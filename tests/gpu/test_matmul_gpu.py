@@ -381,7 +381,7 @@ def test_resident_rounds(rng, mode, m):
     for k, n in ((8192, 128256), (21504, 5265)):  # clusters of two CTAs with 121 or 122 strips, and of four with 11
         few = random_weight(rng, k, period, group_size=128, mode=mode, scale_dtype="bfloat16")
         x = random_x(rng, (m, k), "bfloat16")
-        qt = repeated(few, n)
+        qt = repeated(few.qt, n)
         if _cuda_dispatch.has_warpgroups():
             assert jw.explain(x, qt, implementation="cuda").kernel == "matmul_resident"
         y = np.asarray(jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))(x, qt))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matmul_cases import rounds_weights
-from reference import DTYPES, MODES, UNITS, Weight, random_weight, random_x, repeated, rounding
+from reference import DTYPES, MODES, UNITS, random_weight, random_x, repeated, rounding
 
 import jax_wonly as jw
 
@@ -67,7 +67,7 @@ def test_product(rng, draw):
     scheme, x_dtype = random_scheme(rng), str(rng.choice(list(DTYPES)))
     m, k, n = random_shape(rng, 17 if few_rows else 2000)
     few = random_weight(rng, k, PERIOD, **scheme)
-    qt, x = repeated(few, n), random_x(rng, (m, k), x_dtype)
+    qt, x = repeated(few.qt, n), random_x(rng, (m, k), x_dtype)
     print(m, k, n, x_dtype, scheme, jw.explain(x, qt, implementation="cuda").kernel)
     product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
     y, x64 = product(x, qt), np.asarray(x).astype(np.float64)
@@ -85,7 +85,7 @@ def test_gradient(rng, draw):
     m, k, n = random_shape(rng, 17 if draw % 2 == 0 else 2000)
     m = max(1, min(m, round(MOST_INPUTS / n)))
     few = random_weight(rng, k, PERIOD, **scheme)
-    qt, dy = repeated(few, n), random_x(rng, (m, n), x_dtype)
+    qt, dy = repeated(few.qt, n), random_x(rng, (m, n), x_dtype)
     print(m, k, n, x_dtype, scheme)
     gradient = jax.jit(lambda dy, qt: jax.vjp(lambda x: jw.matmul(x, qt, implementation="cuda"), zeros)[1](dy)[0])
     zeros = jnp.zeros((m, k), x_dtype)
@@ -107,7 +107,7 @@ def test_experts(rng, draw):
     sizes = rng.multinomial(rows, rng.dirichlet(np.full(experts, rng.choice([0.2, 5.0]))))
     few = random_weight(rng, k, PERIOD, lead=(experts,), **scheme)
     x = random_x(rng, (rows, k), x_dtype)
-    qt = jax.vmap(lambda one: repeated(Weight(one, few.dense, few.magnitude), n))(few.qt)
+    qt = jax.vmap(lambda one: repeated(one, n))(few.qt)
     print(rows, experts, k, n, x_dtype, scheme, sizes.tolist())
     product = jax.jit(lambda x, qt, sizes: jw.ragged_dot(x, qt, sizes, implementation="cuda"))
     y, x64 = product(x, qt, jnp.asarray(sizes, jnp.int32)), np.asarray(x).astype(np.float64)
