@@ -97,7 +97,8 @@ SUITES = {
     "tables": [
         case(k, n, m, group_size=64, mode="nf4") for k, n in TABLE[1:3] for m in (1, 8, 16, 64, 128, 512, 1024, 4096)
     ]
-    + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
+    + [case(8192, 8192, m, group_size=64) for m in (4, 8)]
+    + [case(k, n, m, group_size=64, mode="nf4", dtype="float32") for k, n in TABLE[1:3] for m in (1, 8, 16, 64)],
     "small": [case(k, n, m) for k, n in SMALL for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
     "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE]

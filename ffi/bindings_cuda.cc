@@ -101,9 +101,6 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   WONLY_RETURN_IF_ERROR(check_matmul(x, qw, scales, rest, *y, bits, shift_mode, has_bias, activation, operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.batch, operands.m, weights.k, weights.n, weights.groups));
-  if (weights.shift_mode == ShiftMode::kTable && operands.x.type == DType::kF32) {
-    return invalid("x has element type F32, and the weights a table; accepted: F16, BF16");
-  }
   if (y->element_count() == 0) return ffi::Error::Success();
   MatmulArgs args{};
   set_operands(args, operands, has_bias == 1);
@@ -113,6 +110,14 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   args.m = operands.m;
   WONLY_RETURN_IF_ERROR(set_scratch(args, scratch));
   return launched("the product", launch_matmul(args, stream));
+}
+
+// What the kernel that looks codes up takes.
+ffi::Error check_transposed_table(const ffi::AnyBuffer& dy, const WeightOperands& weights) {
+  const bool sixteen_bits = dy.element_type() != ffi::F32;
+  if (weights.shift_mode != ShiftMode::kTable || (sixteen_bits && weights.n % 8 == 0)) return ffi::Error::Success();
+  return invalid("dy has element type ", dy.element_type(), " and N = ", weights.n,
+                 ", and the weights a table; accepted: F16, BF16, and multiples of 8");
 }
 
 // Both ragged products.
@@ -127,8 +132,8 @@ ffi::Error launch_ragged(cudaStream_t stream, const ffi::AnyBuffer& x, const ffi
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.experts, operands.m, weights.k, weights.n, weights.groups));
   const bool table = weights.shift_mode == ShiftMode::kTable;
-  if (table && transposed) return invalid("the weights of a transposed ragged product have a table");
-  if (table && (operands.x.type == DType::kF32 || weights.k % 8 != 0)) {
+  if (transposed) WONLY_RETURN_IF_ERROR(check_transposed_table(x, weights));
+  if (table && !transposed && (operands.x.type == DType::kF32 || weights.k % 8 != 0)) {
     return invalid("x has element type ", x.element_type(), " and K = ", weights.k,
                    ", and the weights a table; accepted: F16, BF16, and multiples of 8");
   }
@@ -169,7 +174,7 @@ ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   WONLY_RETURN_IF_ERROR(check_matmul_transposed(dy, qw, scales, rest, *dx, bits, shift_mode, operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.batch, operands.m, weights.k, weights.n, weights.groups));
-  if (weights.shift_mode == ShiftMode::kTable) return invalid("the weights of a transposed product have a table");
+  WONLY_RETURN_IF_ERROR(check_transposed_table(dy, weights));
   if (dx->element_count() == 0) return ffi::Error::Success();
   MatmulArgs args{};
   set_operands(args, operands, false);

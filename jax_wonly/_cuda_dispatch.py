@@ -20,7 +20,11 @@ _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
 _DENSE_START = 6.0  # microseconds of both kernels besides: 5.4 to 10.6 for less than 3 million weights (log, 131)
-_SHIFT_APART = 12.0  # microseconds of the kernels for float32's float zeros and offsets, besides their work
+# Microseconds of the kernels for float32's float zeros and offsets, besides their work, of one pass and of more. Bytes
+# of weights that streaming them takes in one for up to so many tokens, and what is left of those in small groups.
+_SHIFT_APART_FEW, _SHIFT_APART = 7.0, 12.0
+_STREAMED_SHIFT, _STREAMED_SHIFT_SMALL_GROUPS = {4: 1.85e6, 8: 1.03e6, 16: 0.8e6}, 0.55
+_STREAMED_TABLE = 0.57e6  # the same bytes of float32 activations and weights with a table, for 16 tokens
 _STREAMED_ROWS = 32  # of float32 cotangents at a time
 _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
 _TILE_OUTPUTS = 256  # of the tiled kernel
@@ -291,6 +295,13 @@ def _resident(p: Product) -> float:
 
 
 def _stream(p: Product) -> float:
+    passes = -(-p.m // STREAM_TOKENS)
+    if p.table and p.split:
+        return _STREAM.start + passes * p.weight_bytes / _STREAMED_TABLE
+    if p.floats and p.split:
+        rate = next((rate for tokens, rate in _STREAMED_SHIFT.items() if p.m <= tokens), _STREAMED_SHIFT[STREAM_TOKENS])
+        rate *= _STREAMED_SHIFT_SMALL_GROUPS if p.small_groups else 1.0
+        return _STREAM.start + passes * p.weight_bytes / rate
     return _cuda_costs.stream_time(p.m, p.weight_bytes, p.scheme, _STREAM)
 
 
@@ -389,10 +400,16 @@ def estimate(p: Product) -> tuple[float, float]:
 
 def _shift_apart(p: Product) -> float:
     plain = p.without_shift()
-    if not (p.split and p.floats and p.m > STREAM_TOKENS and warpgroup_kernel(plain)):
+    few = p.m <= STREAM_TOKENS
+    if p.table or not (p.split and p.floats and warpgroup_kernel(plain)) or (few and kernel(p) != "matmul_stream"):
         return math.inf
-    sums = 4 * p.batch * p.m * (p.k + 3 * p.n) / _MEMORY  # of activations, and what adds the product of these
-    return _warpgroup(plain) + _SHIFT_APART + sums + 2.0 * p.m * p.groups * p.outputs / _DENSE_FLOAT32
+    fused = _warpgroup(plain)
+    if _resident_kernel(plain):
+        fused = min(fused, _resident(plain))
+    # What is left of shifts, made and read, the sums of activations, and what adds the product of both.
+    bytes_besides = 12 * p.groups * p.outputs + 4 * p.batch * p.m * (p.k + 3 * p.n)
+    besides = bytes_besides / _MEMORY + (_SHIFT_APART_FEW if few else _SHIFT_APART)
+    return fused + besides + 2.0 * p.m * p.groups * p.outputs / _DENSE_FLOAT32
 
 
 def shift_apart(p: Product) -> bool:
@@ -412,7 +429,7 @@ def transposed_shift_apart(p: Product) -> bool:
 
 def use_kernel(p: Product) -> bool:
     """Whether the fused kernels are expected to be at least as fast as dequantizing."""
-    if p.m <= (TABLE_TOKENS if p.table else STREAM_TOKENS):
+    if p.m <= (TABLE_TOKENS if p.table and not p.split else STREAM_TOKENS):
         return True
     fused, dense = estimate(p)
     return fused <= dense
@@ -564,9 +581,11 @@ def conv_dense(pixels: int, k: int, n: int, taps: int, bits: int) -> float:
 
 
 def transposed_kernel(p: Product) -> str:
-    """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``p.m`` rows."""
+    """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``p.m`` rows, if it
+    does: none that streams knows tables.
+    """
     few = TRANSPOSED.stream_tokens_float32 if p.split and not p.small_groups else TRANSPOSED.stream_tokens
-    takes = p.n % 8 == 0 and (not isinstance(p.m, int) or p.m > few)
+    takes = p.n % 8 == 0 and (p.table or not isinstance(p.m, int) or p.m > few)
     if p.split:  # in scratch, of a known size
         takes = takes and isinstance(p.m * p.batch, int) and not p.floats
         takes = takes and (p.batch == 1 or p.batch * p.m * p.n <= _MOST_SPLIT)
@@ -600,6 +619,8 @@ def use_transposed_kernel(p: Product, *, forced: bool = False) -> bool:
     """Whether ``[batch, m, n]`` times transposed weights takes a fused kernel; ``forced``: wherever there is one."""
     if not has_bf16():
         return False
+    if p.table:  # none streams
+        return transposed_kernel(p).endswith("warpgroup")
     if forced or not isinstance(p.m, int) or transposed_kernel(p).endswith("warpgroup"):
         return True
     if transposed_shift_apart(p):

@@ -84,17 +84,19 @@ def scratch(rows, experts: int, row_length: int, x_dtype, *, ids: bool):
 
 def transposed_kernel(p: Product) -> str:
     """The fused kernel for rows of ``[m, n]`` times their experts' transposed weights."""
-    many = p.m > _cuda_dispatch.TRANSPOSED.stream_rows_of_expert * p.batch
+    many = p.table or p.m > _cuda_dispatch.TRANSPOSED.stream_rows_of_expert * p.batch
     if many and p.n % 8 == 0 and _cuda_dispatch.has_warpgroups() and not p.split:
         return "matmul_transposed_warpgroup"
     return "matmul_transposed_stream"
 
 
-def use_transposed_kernel(m, experts: int, n: int, x_dtype, *, forced: bool = False) -> bool:
+def use_transposed_kernel(m, experts: int, n: int, x_dtype, *, table: bool = False, forced: bool = False) -> bool:
     """Whether such rows take a fused kernel; ``forced``: wherever there is one."""
     if not _cuda_dispatch.has_bf16():
         return False
     warpgroups = n % 8 == 0 and _cuda_dispatch.has_warpgroups() and jnp.dtype(x_dtype).itemsize == 2
+    if table:
+        return warpgroups
     return forced or warpgroups or not isinstance(m, int) or m <= experts * _cuda_dispatch.most_streamed(x_dtype)
 
 

@@ -236,24 +236,22 @@ def explain(
     targets = () if why else _calls(bound, platform)
     shift = weight.zeros if weight.offsets is None else weight.offsets
     mode = shift_mode_of(weight.zeros, weight.offsets) if weight.table is None else ShiftMode.TABLE
-    gradient = transpose and weight.table is None
     kernel = kernel_us = dequantize_us = None
     rounds = None if transpose or activation_quantization is not None else x.dtype.itemsize == 2
     types = (x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
     product = _cuda_dispatch.Product(m, k, n, batch, bits, *types, groups=weight.scales.shape[-2])
     ids = experts != "sizes"
-    fused = weight.table is None or x.dtype.itemsize == 2  # as matmul's primitive has it
     if platform == "cuda" and _abi.RAGGED_MATMUL in targets:
         kernel = _cuda_experts.kernel(product, ids=ids)
         rounds = _cuda_experts.rounds_weights(product, ids=ids)
     elif platform == "cuda" and _abi.RAGGED_MATMUL_TRANSPOSED in targets:
         kernel = _cuda_experts.transposed_kernel(product)
-    elif platform == "cuda" and not (experts or transpose) and fused and _cuda_dispatch.has_kernels(x.dtype):
+    elif platform == "cuda" and not (experts or transpose) and _cuda_dispatch.has_kernels(x.dtype):
         kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
         if _abi.MATMUL in targets:
             apart = _cuda_dispatch.shift_apart(product)
             kernel = _cuda_dispatch.kernel(product.without_shift() if apart else product)
-            rounds = mode == ShiftMode.TABLE or _cuda_dispatch.rounds_weights(product)
+            rounds = (mode == ShiftMode.TABLE and not product.split) or _cuda_dispatch.rounds_weights(product)
         elif _abi.QUANTIZED_MATMUL in targets:
             kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
@@ -274,7 +272,7 @@ def explain(
         targets=targets,
         reason=why
         or _reason_of_codes(bound, targets, platform, weight)
-        + _reason(path, platform, m, gradient, experts, implementation, kernel_us, dequantize_us),
+        + _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us),
         dtype=str(x.dtype),
         scheme=scheme(weight),
         batch=batch,
@@ -401,8 +399,7 @@ def _reason_of_codes(bound, targets, platform: str, weight: QuantizedTensor) -> 
     return "for so few rows, or on this GPU, x is dequantized again; "
 
 
-def _reason(path, platform, m, gradient, experts, implementation, kernel_us, dequantize_us) -> str:
-    """``gradient``: of weights that have kernels for it on some GPU."""
+def _reason(path, platform, m, transpose, experts, implementation, kernel_us, dequantize_us) -> str:
     if implementation is not None:
         return f"implementation={implementation!r} was asked for"
     if path == "kernel":
@@ -417,7 +414,7 @@ def _reason(path, platform, m, gradient, experts, implementation, kernel_us, deq
         return f"the model expects {dequantize_us / kernel_us:.2f} times the speed of dequantizing first"
     if path == "dequantize" and kernel_us is not None:
         return f"the model expects dequantizing first to be {kernel_us / dequantize_us:.2f} times as fast"
-    if gradient and platform == "cuda":
+    if transpose and platform == "cuda":
         return "the fused kernels of this GPU are expected to be slower than dequantizing first, or need a newer one"
     what = "experts" if experts else "this product"
     return f"there is no fused kernel for {what} here on {platform}"

@@ -269,10 +269,12 @@ def test_float_shifts_of_float32(warpgroups):
 
     for apart in _cuda_dispatch.shift_apart, _cuda_dispatch.transposed_shift_apart:
         assert apart(product(100)) == apart(product(8192, mode=ShiftMode.ZEROS)) == warpgroups
-        assert not any(apart(product(m)) for m in (1, 16))
+        assert not apart(product(1)) and not apart(product(2, 4096, 4096, groups=32))
         assert not apart(product(100, mode=ShiftMode.NONE, shift=None)) and not apart(product(100, x=jnp.bfloat16))
         assert not apart(product(100, mode=ShiftMode.ZEROS, shift=jnp.uint8)) and not apart(product(100, n=8194))
-    assert not _cuda_dispatch.shift_apart(product(20, 1024, 1024, groups=8))
+    assert not any(_cuda_dispatch.shift_apart(product(m, 1024, 1024, groups=8)) for m in (4, 16, 20))
+    assert _cuda_dispatch.shift_apart(product(8)) == _cuda_dispatch.shift_apart(product(16)) == warpgroups
+    assert not _cuda_dispatch.transposed_shift_apart(product(16))
     fused, dense = _cuda_dispatch.estimate(product(1024))
     assert (4 * fused < dense) == warpgroups
 

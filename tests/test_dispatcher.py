@@ -174,13 +174,16 @@ def test_transposed(rng, monkeypatch, dispatcher):
         scratch = [4 * _cuda_dispatch.transposed_scratch(product, product.batch, product.batch) for product in cases]
         lines = [line("transposed", *case) for case in zip(cases, scratch, strict=True)]
         for product, (name, *_) in zip(cases, dispatcher(gpu, lines), strict=True):
-            assert _cuda_dispatch.transposed_kernel(product) == name, product
+            if product.table and not _cuda_dispatch.use_transposed_kernel(product):
+                assert name == "none", product
+            else:
+                assert _cuda_dispatch.transposed_kernel(product) == name, product
 
 
 def test_products_before_tensor_cores_of_bf16(rng, monkeypatch, dispatcher):
     """Where there is no kernel for the type of the activations, none is asked for."""
     on(monkeypatch, T4)
-    cases = [p for p in products(rng, 500) if not (p.table and p.split)]
+    cases = products(rng, 500)
     for product, (name, *_) in zip(cases, dispatcher(T4, [line("matmul", p) for p in cases]), strict=True):
         there = _cuda_dispatch.has_kernels(product.x_dtype)
         assert name == (_cuda_dispatch.kernel(product) if there else "none"), product
@@ -267,18 +270,19 @@ def test_ragged_products(rng, monkeypatch, dispatcher, gpu):
 @GPUS
 def test_transposed_ragged_products(rng, monkeypatch, dispatcher, gpu):
     on(monkeypatch, gpu)
-    cases = [(p, mode) for p, mode in ragged_products(rng, 2000) if not p.table]
+    cases = ragged_products(rng, 2000)
     lines = [(*line("ragged_transposed", p, scratch_of(p, mode, p.n)), int(mode)) for p, mode in cases]
     seen = set()
     for (product, mode), said in zip(cases, dispatcher(gpu, lines), strict=True):
         of = (product.m, product.batch, product.n, product.x_dtype)
+        there = _cuda_experts.use_transposed_kernel(*of, table=product.table, forced=True)
         if said == ("none",):
-            assert not _cuda_experts.use_transposed_kernel(*of, forced=True), product
+            assert not there, product
             continue
         kernels = launches(said)
         assert_launchable(gpu, kernels, (product, mode))
         assert RAGGED[kernels[-1][0]] == _cuda_experts.transposed_kernel(product), (product, mode, kernels)
-        assert _cuda_experts.use_transposed_kernel(*of, forced=True)
+        assert there
         seen.add(_cuda_experts.transposed_kernel(product))
     streams, warpgroups = {"matmul_transposed_stream"}, {"matmul_transposed_warpgroup"}
     assert seen == {H100: streams | warpgroups, PART_OF_H100: streams | warpgroups, T4: set()}.get(gpu, streams)

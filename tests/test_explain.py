@@ -230,8 +230,8 @@ def test_experts_on_cuda(monkeypatch):
     back = {"transpose": True}
     assert kernels(128, 129, **back) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
     assert kernels(129, n=1001, **back) == kernels(129, dtype=jnp.float32, **back) == ["matmul_transposed_stream"]
-    tables = found(129, mode="nf4", **back)
-    assert tables.kernel is None and tables.path == "dequantize" and "no fused kernel" in tables.reason
+    assert kernels(1, 129, mode="nf4", **back) == ["matmul_transposed_warpgroup"] * 2
+    assert kernels(129, mode="nf4", dtype=jnp.float32, **back) == kernels(129, mode="nf4", n=1001, **back) == [None]
     said = found(8)
     assert said.kernel_us is None and "model" not in str(said) and f"({few})" in str(said)
     assert found(8, True) == found(8, "ids") and found(0).kernel == few

@@ -7,7 +7,8 @@
 
 namespace wonly {
 
-// One dequantized weight. Without divisions, which every kernel would have the code of.
+// One dequantized weight. Without divisions, which every kernel would have the code of. kTable: codes index a table.
+template <bool kTable = false>
 inline __device__ float weight_at(const MatmulArgs& args, int64_t batch, int64_t k, int64_t n) {
   static_assert(tile_k(4) == 64 && tile_k(8) == 32);
   const int log2_step = args.bits == 4 ? 6 : 5, log2_group = log2_group_blocks(args);
@@ -19,6 +20,10 @@ inline __device__ float weight_at(const MatmulArgs& args, int64_t batch, int64_t
   const float code = static_cast<float>((word >> at.shift) & ((1u << args.bits) - 1u));
   const int64_t index = (log2_group < 0 ? 0 : k >> (log2_group + 5)) * args.n + n;
   const float scale = load_element(args.scales, batch * args.scales_batch_stride + index, args.scale_dtype);
+  if constexpr (kTable) {
+    const float* const table = static_cast<const float*>(args.shift) + batch * args.shift_batch_stride;
+    return table[static_cast<int>(code)] * scale;
+  }
   const float shift = args.shift_mode == ShiftMode::kNone
                           ? static_cast<float>(bias_of(args.bits))
                           : load_element(args.shift, batch * args.shift_batch_stride + index, args.shift_dtype);
@@ -26,12 +31,13 @@ inline __device__ float weight_at(const MatmulArgs& args, int64_t batch, int64_t
 }
 
 // sum over [k_begin, k_end) of w[k, n] x[m, k], each weight dequantized first.
+template <bool kTable = false>
 inline __device__ __noinline__ float exact_sum(const MatmulArgs& args, int64_t batch, int64_t m, int64_t n,
                                                int64_t k_begin, int64_t k_end) {
   float sum = 0.f;
   for (int64_t k = k_begin; k < k_end; ++k) {
     const float x = load_element(args.x, batch * args.x_batch_stride + m * args.k + k, args.x_dtype);
-    sum += weight_at(args, batch, k, n) * x;
+    sum += weight_at<kTable>(args, batch, k, n) * x;
   }
   return sum;
 }

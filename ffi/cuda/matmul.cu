@@ -39,7 +39,10 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   config.shared_bytes = shared_share(device, one_wave ? 1 : 2);
   if (args.shift_mode == ShiftMode::kTable) {
     // Every CTA keeps a table beside its rings, which are as many as then fit: more warps hide the look-ups.
-    if (config.token_tiles == 1) {
+    if (config.token_tiles == 1 && args.x_dtype == DType::kF32) {
+      config.warps = one_wave ? 16 : 12;
+      config.shared_bytes = shared_share(device, 1);
+    } else if (config.token_tiles == 1) {
       config.warps = !one_wave ? 6 : config.atoms == 4 ? 14 : 16;
     } else if (device.architecture >= 90) {
       config.atoms = 4;

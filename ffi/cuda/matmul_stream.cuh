@@ -17,7 +17,8 @@
 // Codes that index a table of sixteen values are looked up in shared memory instead, two at a time: the 256 pairs of
 // values as 16-bit numbers, a copy for each lane, so that the 32 look-ups of a warp read 32 different banks. What
 // enters the tensor core then are values, with neither zeros nor powers of two to undo, and infinities and NaNs
-// propagate by themselves.
+// propagate by themselves. For float32 activations single values are looked up, and both are two tf32 numbers each, of
+// whose four products three count: a term is exact to 2^-21. A sum that is not finite is recomputed term by term.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -178,6 +179,31 @@ __device__ __forceinline__ void fill_pair_table(float value, uint8_t* pairs) {
   }
 }
 
+// The entries of a table of float32 numbers, a copy for each lane, with as many digits as two tf32 numbers have where
+// the first is cut off.
+constexpr int kTableBytes = kTableEntries * 32 * 4;
+__device__ __forceinline__ void fill_table(float value, uint8_t* entries) {
+  const uint32_t bits = __float_as_uint(value) + 2 & ~3u;
+  for (int i = threadIdx.x / 32; i < kTableEntries; i += blockDim.x / 32) {
+    reinterpret_cast<uint32_t*>(entries)[i * 32 + threadIdx.x % 32] = __shfl_sync(0xffffffffu, bits, i);
+  }
+}
+// The entry of code `index` of a word; `entries`: the shared address of lane 0's copy of entry 0.
+__device__ __forceinline__ uint32_t look_up(uint32_t entries, uint32_t word, int index) {
+  const int right = 4 * index - 7;  // a copy of all lanes is 2^7 bytes
+  return ptx::load_shared(entries + ((right > 0 ? word >> right : word << -right) & 0x780u | threadIdx.x % 32 * 4));
+}
+// The first of two tf32 numbers; the second is what it leaves.
+__device__ __forceinline__ uint32_t first_tf32(uint32_t bits) { return bits & 0xffffe000u; }
+__device__ __forceinline__ uint32_t second_tf32(uint32_t bits, uint32_t first) {
+  return __float_as_uint(__uint_as_float(bits) - __uint_as_float(first));
+}
+__device__ __forceinline__ uint32_t rounded_tf32(float value) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(value));
+  return bits;
+}
+
 // Pair `index` of a word of four-bit codes, which is the codes c0 and c1 in nibbles `index` and `index` + 4. `pairs`:
 // the shared address of this lane's copy of entry 0. A product of two 16-bit numbers with two bytes gives the address,
 // c0 * 128 + c1 * 2048 from there, in one instruction.
@@ -185,6 +211,58 @@ __device__ __forceinline__ uint32_t look_up_pair(uint32_t pairs, uint32_t word, 
   const uint32_t nibbles = (index == 0 ? word << 4 : word >> (4 * index - 4)) & 0x00f000f0u;
   return ptx::load_shared(__dp2a_lo(nibbles, 0x8008u, pairs));
 }
+
+// Adds the products of 32 inputs of float32 activations, at `of_tiles` for each tile of tokens and from this lane's
+// first on, with the entries of a table that a block of words indexes, or its second half.
+template <int kAtoms, int kTokenTiles>
+__device__ __forceinline__ void multiply_entries(const uint4 (&words)[kAtoms], bool second_half,
+                                                 const uint8_t* const (&of_tiles)[kTokenTiles], uint32_t entries,
+                                                 float (&sums)[kAtoms][kTokenTiles][4]) {
+#pragma unroll
+  for (int pair = 0; pair < kBlockK / 8; ++pair) {
+    uint32_t x[kTokenTiles][2][2];  // first numbers of two inputs, and second ones
+#pragma unroll
+    for (int tile = 0; tile < kTokenTiles; ++tile) {
+      const float2 two = *reinterpret_cast<const float2*>(of_tiles[tile] + pair * 8 * 4);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float value = i == 0 ? two.x : two.y;
+        x[tile][0][i] = rounded_tf32(value);
+        x[tile][1][i] = rounded_tf32(value - __uint_as_float(x[tile][0][i]));
+      }
+    }
+    uint32_t w[2][kAtoms][4];  // the same of rows g and g + 8 of the first input and of the second
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+      const uint4 all = words[atom];
+      const uint32_t low = second_half ? all.z : all.x, high = second_half ? all.w : all.y;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t entry = look_up(entries, i % 2 == 0 ? low : high, pair + i / 2 * 4);
+        w[0][atom][i] = first_tf32(entry);
+        w[1][atom][i] = second_tf32(entry, w[0][atom][i]);
+      }
+    }
+    constexpr int kOfWeight[] = {1, 0, 0}, kOfX[] = {0, 1, 0};
+#pragma unroll
+    for (int product = 0; product < 3; ++product) {
+#pragma unroll
+      for (int tile = 0; tile < kTokenTiles; ++tile) {
+        const uint32_t (&b)[2] = x[tile][kOfX[product]];
+#pragma unroll
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          ptx::mma_tf32(sums[atom][tile], w[kOfWeight[product]][atom], b[0], b[1]);
+        }
+      }
+    }
+  }
+}
+
+// Of shared memory, before the rings.
+template <typename X, typename Tokens>
+constexpr int table_bytes = !Tokens::kTable            ? 0
+                            : std::is_same_v<X, float> ? kTableBytes
+                                                       : kPairTableBytes;
 
 // One value for each of a lane's outputs, rows g and g + 8 of every strip.
 template <int kAtoms, typename Read>
@@ -236,7 +314,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   using Raw = typename Operand<X>::Raw;
   static_assert(kTileN % kRows == 0, "a warp's outputs lie in one tile");
   static_assert(kCopyTokens >= 1, "a token's stage is at most one copy of the warp");
-  static_assert(!kTable || (kBits == 4 && kPieces == 1));
+  constexpr bool kEntries = kTable && std::is_same_v<X, float>;  // a table of single entries, not of pairs
+  static_assert(!kTable || kBits == 4);
 
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& args = params.args;
@@ -306,8 +385,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   const int full_stages = static_cast<int>(args.k / kStageK);
   const int blocks = static_cast<int>(ceil_div(args.k, kBlockK));
   const bool grouped = params.log2_group_blocks >= 0;
-  const uint32_t lane_pairs = ptx::shared_address(shared) + lane * 4;
-  uint8_t* const rings = shared + (kTable ? kPairTableBytes : 0);
+  [[maybe_unused]] const uint32_t entries = ptx::shared_address(shared), lane_pairs = entries + lane * 4;
+  uint8_t* const rings = shared + table_bytes<X, Tokens>;
   uint8_t* const ring = rings + warp * params.warp_bytes;
   uint8_t* const ring_end = ring + params.depth * params.slot_bytes;
 
@@ -404,7 +483,11 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
 #pragma unroll 1
   for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * params.slot_bytes);
   if constexpr (kTable) {
-    fill_pair_table<X>(table_entry, shared);
+    if constexpr (kEntries) {
+      fill_table(table_entry, shared);
+    } else {
+      fill_pair_table<X>(table_entry, shared);
+    }
     __syncthreads();
   }
 
@@ -467,8 +550,14 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
           const int tile = block * kBlockK / tile_k(kBits);
           words[atom] = *reinterpret_cast<const uint4*>(slot + ((tile * kAtoms + atom) * 32 + lane) * 16);
         }
+        if constexpr (kEntries) {
+          const uint8_t* of_tiles[kTokenTiles];
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
+          for (int tile = 0; tile < kTokenTiles; ++tile) of_tiles[tile] = slot + token_x[tile] + block * kBlockK * 4;
+          multiply_entries(words, block % 2 == 1, of_tiles, entries, part);
+        }
+#pragma unroll
+        for (int step = 0; step < (kEntries ? 0 : 2); ++step) {
           const uint32_t ones[4] = {C::kOne, C::kOne, C::kOneOfOdd, C::kOneOfOdd};
           uint32_t codes[kAtoms][4];
 #pragma unroll
@@ -495,7 +584,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
             uint32_t b0[kPieces], b1[kPieces];
             const Raw x0 = *reinterpret_cast<const Raw*>(pairs);
             const Raw x1 = *reinterpret_cast<const Raw*>(pairs + 8 * sizeof(X));
-            if constexpr (kTable) {
+            if constexpr (kTable && !kEntries) {
               b0[0] = x0;
               b1[0] = x1;
             } else {
@@ -535,9 +624,19 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     if (++stage == end_stage) stage = first_stage;
   }
 
+  // A table's are single sums: what is left of an infinity is no number.
+  const auto is_exceptional = [&](int tile, int atom, int i) {
+    return kEntries ? !(fabsf(acc[atom][tile][i]) < INFINITY) : exceptional[tile][i % 2];
+  };
   bool any = false;
 #pragma unroll
-  for (int tile = 0; tile < kTokenTiles; ++tile) any |= exceptional[tile][0] | exceptional[tile][1];
+  for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int atom = 0; atom < (kEntries ? kAtoms : 1); ++atom) any |= is_exceptional(tile, atom, i);
+    }
+  }
   if (any) {
     const int64_t k_begin = static_cast<int64_t>(first_stage) * kStageK;
     const int64_t k_end = min(static_cast<int64_t>(end_stage) * kStageK, args.k);
@@ -549,8 +648,8 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
         for (int i = 0; i < 4; ++i) {
           const int token = tile * 8 + 2 * t + i % 2;
           const int64_t n = n0 + atom * kAtomN + i / 2 * 8 + g;
-          if (exceptional[tile][i % 2] && token < tokens && n < args.n) {
-            acc[atom][tile][i] = exact_sum(args, batch, x_row_of(token), n, k_begin, k_end);
+          if (is_exceptional(tile, atom, i) && token < tokens && n < args.n) {
+            acc[atom][tile][i] = exact_sum<kTable>(args, batch, x_row_of(token), n, k_begin, k_end);
           }
         }
       }
@@ -611,13 +710,12 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   } else {
     tokens = static_cast<int>(std::min<int64_t>(args.m, tokens));
   }
-  constexpr int kTableBytes = Tokens::kTable ? kPairTableBytes : 0;
   const int slot = weight_bytes(kAtoms, kBits) +
                    kFlushes * kRows * (element_size(args.scale_dtype) + shift_bytes(args)) +
                    (tokens + 1) / 2 * 2 * token_bytes(sizeof(X));  // 32 lanes copy two tokens of 16-bit numbers at once
   const int partial = tokens * partial_stride(kAtoms) * 4;
   const int total = config.cluster > 1 ? tokens * kRows * 4 : 0;
-  const int budget = config.shared_bytes - total - plan_bytes - kTableBytes;
+  const int budget = config.shared_bytes - total - plan_bytes - table_bytes<X, Tokens>;
   params.slot_bytes = slot;
   params.depth = std::min(budget / config.warps / slot, kMaxDepth);
   if (params.depth < 2) return cudaErrorInvalidConfiguration;
@@ -627,7 +725,7 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
                     static_cast<unsigned>(ceil_div(args.m, 8 * kTokenTiles)), static_cast<unsigned>(args.batch));
   shape.threads = config.warps * 32;
   shape.cluster = config.cluster;
-  shape.shared_bytes = kTableBytes + config.warps * params.warp_bytes + total + plan_bytes;
+  shape.shared_bytes = table_bytes<X, Tokens> + config.warps * params.warp_bytes + total + plan_bytes;
   const auto kernel = stream_matmul<X, kBits, kAtoms, kTokenTiles, kFlushes, Tokens>;
   if constexpr (Tokens::kRagged) {
     source.plan_at = config.warps * params.warp_bytes + total;
@@ -648,7 +746,7 @@ template <typename X, int kBits, int kTokenTiles, typename Tokens>
 cudaError_t launch_tokens(const Params& params, const Tokens& source, const Config& config, cudaStream_t stream) {
   const bool small_groups = params.log2_group_blocks == 0 || params.log2_group_blocks == 1;
   const auto launch = [&](auto atoms) {
-    if constexpr (Tokens::kTable) {  // whose common groups are of 64 inputs
+    if constexpr (Tokens::kTable && sizeof(X) == 2) {  // whose common groups are of 64 inputs
       if (params.log2_group_blocks == 1) {
         return launch_instance<X, kBits, atoms.value, kTokenTiles, 2>(params, source, config, stream);
       }

@@ -8,8 +8,10 @@ cudaError_t launch_table(const MatmulArgs& args, const Config& config, cudaStrea
       return launch_typed<__half>(args, ConsecutiveOfTable{}, config, stream);
     case DType::kBF16:
       return launch_typed<__nv_bfloat16>(args, ConsecutiveOfTable{}, config, stream);
-    default:  // the table's entries have 16 bits
-      return cudaErrorNotSupported;
+    case DType::kF32:
+      return launch_table_f32(args, config, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 

@@ -123,7 +123,8 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   const bool float32 = args.x_dtype == DType::kF32;
   const bool small_groups = has_small_groups(args);
   const int64_t few = float32 && !small_groups ? costs::kTransposedStreamTokensFloat32 : costs::kTransposedStreamTokens;
-  if (device.architecture == 90 && args.m > few && transposed_warpgroup::supports(args)) {
+  const bool table = args.shift_mode == ShiftMode::kTable;  // it alone looks codes up
+  if (device.architecture == 90 && (table || args.m > few) && transposed_warpgroup::supports(args)) {
     if (!float32) {
       const transposed_warpgroup::Config config = warpgroup_config(args, device);
       return args.x_dtype == DType::kF16 ? transposed_warpgroup::launch_f16(args, config, stream)
@@ -143,6 +144,7 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
     }
     return error;
   }
+  if (table) return cudaErrorNotSupported;
   const int tiles = args.m <= 8 ? 1 : args.m <= 16 ? 2 : 4;
   const int64_t blocks = args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * tiles);
   return launch_fitting(stream_config(tiles, args.x_dtype, blocks, args.n, device), device,
@@ -168,8 +170,10 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   rows.product.k = args.product.n;
   ragged::Work work;
   // The same for rows of an expert, were they spread evenly.
-  if (device.architecture == 90 && args.m > costs::kTransposedStreamRowsOfExpert * args.experts &&
-      transposed_warpgroup::supports(args.product) && (!ids || ragged::can_order(rows))) {
+  const bool many = args.m > costs::kTransposedStreamRowsOfExpert * args.experts;
+  const bool table = args.product.shift_mode == ShiftMode::kTable;
+  if (device.architecture == 90 && (table || many) && transposed_warpgroup::supports(args.product) &&
+      (!ids || ragged::can_order(rows))) {
     const int tokens = args.m <= 64 * args.experts ? 64 : args.m <= 128 * args.experts ? 128 : 256;
     if (cudaError_t error = ragged::plan(args, tokens, ids, shared, stream, &work); error != cudaSuccess) return error;
     MatmulArgs product = args.product;
@@ -180,6 +184,7 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
     const auto launch = f16 ? transposed_warpgroup::launch_ragged_f16 : transposed_warpgroup::launch_ragged_bf16;
     return launch(product, work, device.multiprocessors, stream);
   }
+  if (table) return cudaErrorNotSupported;
   const int tiles = args.m <= 8 * args.experts ? 1 : args.m <= 16 * args.experts ? 2 : 4;
   if (cudaError_t error = ragged::plan(args, 8 * tiles, false, shared, stream, &work); error != cudaSuccess) {
     return error;

@@ -11,9 +11,9 @@
 //
 // A weight is rounded once to the type of dy, as a dense one would be: the code less the integer part of its zero is
 // exact, and one multiplication by the scale rounds. Scales of another type are two numbers of dy's type, and what is
-// left of the zero, or the offset, enters rounded. Nothing else is rounded before the float32 sum, whose order depends
-// on N, the size of the cluster that splits it and the outputs of a stage alone: a token's result does not depend on
-// the other tokens.
+// left of the zero, or the offset, enters rounded; so do the entries of a table. Nothing else is rounded before the
+// float32 sum, whose order depends on N, the size of the cluster that splits it and the outputs of a stage alone: a
+// token's result does not depend on the other tokens.
 //
 // Which rows and weights make a block is the business of a `Source`:
 //   struct Params                 what the host gives it
@@ -474,6 +474,21 @@ cudaError_t launch_shape(Params<Consecutive> params, const Config& config, cudaS
   return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, dy_map, dy_last, dx_map);
 }
 
+// Calls `launch` with the tokens of a block as a constant, for weights in shared memory.
+template <typename Launch>
+cudaError_t with_block(int tokens, Launch&& launch) {
+  switch (tokens) {
+    case 64:
+      return launch(std::integral_constant<int, 64>{});
+    case 128:
+      return launch(std::integral_constant<int, 128>{});
+    case 256:
+      return launch(std::integral_constant<int, 256>{});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
 // Calls `launch` with a null pointer to the kernel's shape for blocks of `tokens` tokens.
 template <typename Source, typename X, typename Launch>
 cudaError_t with_shape(const MatmulArgs& args, int tokens, Launch&& launch) {
@@ -483,17 +498,13 @@ cudaError_t with_shape(const MatmulArgs& args, int tokens, Launch&& launch) {
                                   : launch(static_cast<SharedShape<Source, X, bits.value, tokens.value, 1>*>(nullptr));
   };
   const auto with_tokens = [&](auto bits) {
-    switch (tokens) {
-      case 64:
-        return with_groups(bits, std::integral_constant<int, 64>{});
-      case 128:
-        return with_groups(bits, std::integral_constant<int, 128>{});
-      case 256:
-        return with_groups(bits, std::integral_constant<int, 256>{});
-      default:
-        return cudaErrorInvalidValue;
-    }
+    return with_block(tokens, [&](auto tokens) { return with_groups(bits, tokens); });
   };
+  if (args.shift_mode == ShiftMode::kTable) {
+    return with_block(tokens, [&](auto tokens) {
+      return launch(static_cast<SharedShape<Source, X, 4, tokens.value, 4, true>*>(nullptr));
+    });
+  }
   return args.bits == 4 ? with_tokens(std::integral_constant<int, 4>{}) : with_tokens(std::integral_constant<int, 8>{});
 }
 
@@ -503,9 +514,9 @@ Params<Source> make_params(const MatmulArgs& args) {
   Params<Source> params{};
   params.args = args;
   params.log2_group_blocks = log2_group_blocks(args);
-  const bool integer_zeros =
-      args.shift_mode == ShiftMode::kNone || (args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8);
-  params.simple = integer_zeros && args.scale_dtype == args.x_dtype;
+  const bool integers = args.shift_mode == ShiftMode::kNone || args.shift_mode == ShiftMode::kTable ||
+                        (args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8);
+  params.simple = integers && args.scale_dtype == args.x_dtype;
   params.wide_result = args.y_dtype == DType::kF32;
   params.rows_of_16_bytes = !params.wide_result && args.k % 8 == 0;
   return params;

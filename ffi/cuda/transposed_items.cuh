@@ -43,7 +43,7 @@ struct Params {
   Divisor ranks;          // the former, where items may be split
   int partners;           // CTAs of a cluster that bring each other dy, 1 or 2, where its item is not split
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
-  bool simple;            // a weight is (code - integer) * scale with a scale of dy's type
+  bool simple;            // a weight is (code - integer) * scale, or table[code] * scale, with a scale of dy's type
   bool wide_result;       // float32
   bool rows_of_16_bytes;  // of a 16-bit result
   int pieces_apart;       // entries of one of the numbers that float32 dy is

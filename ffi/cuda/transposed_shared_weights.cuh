@@ -10,6 +10,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/ring.cuh"
+#include "cuda/rounded_weights.cuh"
 #include "cuda/transposed_items.cuh"
 #include "cuda/wgmma.cuh"
 #include "dequant/convert.h"
@@ -19,11 +20,13 @@ namespace wonly::transposed_warpgroup {
 
 constexpr int kWeightBytes = 128 * kRunN * 2;
 
-template <typename Source_, typename X_, int kBits_, int kTokens_, int kGroups_>
+// kTable: codes index a table.
+template <typename Source_, typename X_, int kBits_, int kTokens_, int kGroups_, bool kTable_ = false>
 struct SharedShape {
   using Source = Source_;
   using X = X_;
   static constexpr bool kInRegisters = false, kFloat32 = false;
+  static constexpr bool kTable = kTable_, kZeros = false;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kGroups = kGroups_;  // rows of scales of a block: 1, or 4 where groups are of 32 or 64 inputs
@@ -80,6 +83,13 @@ struct Scaling {
   uint32_t scale, scale_low;   // their sum is the scale
   uint32_t rest;               // minus what is left of the zero times the scale, or the offset
 
+  // Of a table's entries, which lose nothing.
+  __device__ void set_simple_of_table(uint32_t raw_scale) { scale = __byte_perm(raw_scale, 0, 0x1010); }
+  __device__ void set_of_table(float s) {
+    scale = A::both(s);
+    scale_low = A::both(s - to_float(from_float<X>(s)));
+    rest = 0x80008000u;
+  }
   // The scale is a number of X as it lies in memory, and the zero an integer.
   __device__ void set_simple(uint32_t raw_scale, float whole) {
     set_zero(whole);
@@ -102,6 +112,16 @@ struct Scaling {
     }
   }
 };
+
+// Pairs of codes without their zero as weights.
+template <typename X, bool kSimple>
+__device__ __forceinline__ void scale_pairs(const Scaling<X>& by, uint32_t (&w)[4]) {
+  using A = Arithmetic<X>;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    w[i] = A::fma(w[i], by.scale, kSimple ? 0x80008000u : A::fma(w[i], by.scale_low, by.rest));  // -0 adds nothing
+  }
+}
 
 // The four pairs of 32 inputs of a lane's output: one word of four-bit codes, or two of eight-bit ones.
 template <typename X, int kBits, bool kSimple>
@@ -136,10 +156,7 @@ __device__ __forceinline__ void dequantize(uint32_t first, uint32_t second, cons
       }
     }
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    w[i] = A::fma(w[i], by.scale, kSimple ? 0x80008000u : A::fma(w[i], by.scale_low, by.rest));  // -0 adds nothing
-  }
+  scale_pairs<X, kSimple>(by, w);
 }
 
 // Numbers of scales or shift as they lie in memory, and what they are. One choice of type for all of them.
@@ -181,10 +198,11 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
   const int part = cta.warp % 4, lane = cta.lane, g = lane / 4;
   const int k_tiles = static_cast<int>(ceil_div(args.k, tile_k(S::kBits)));
   const int scale_size = element_size(args.scale_dtype);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const int shift_size = S::kTable || args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
 
   struct Packed {
     int n0, row, batch;  // of dy; row < 0: there is no such stage
+    int weights;         // whose
     bool split;
     uint4 words[S::kPackedTiles];
     uint32_t scale[2 * S::kGroups], shift[2 * S::kGroups];
@@ -234,6 +252,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
     to.n0 = (item.begin + stage) * kRunN;
     to.row = item.first;
     to.batch = args.x_batch_stride == 0 ? 0 : item.weights;
+    to.weights = item.weights;
     to.split = item.split;
 #pragma unroll
     for (int i = 0; i < S::kPackedTiles; ++i) {
@@ -254,7 +273,15 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
     }
     if (stage >= count) enter_item();
   };
+  [[maybe_unused]] ByteTable table;
+  [[maybe_unused]] int64_t table_at = -1;  // which that is
   const auto convert = [&](const Packed& packed, uint8_t* weights, auto simple) {
+    if constexpr (S::kTable) {
+      if (const int64_t at = packed.weights * args.shift_batch_stride; at != table_at) {
+        table = wonly::Convert<S>::table(static_cast<const float*>(args.shift) + at);
+        table_at = at;
+      }
+    }
     // The integer part of what is subtracted from codes; a simple shift is of integers.
     float scale[2 * S::kGroups] = {}, zero[2 * S::kGroups] = {}, whole[2 * S::kGroups];
 #pragma unroll
@@ -283,7 +310,11 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
       for (int half = 0; half < 2; ++half) {
         if (S::kGroups > 1 || run == 0) {
           const int row = S::kGroups > 1 ? run : 0;
-          if constexpr (simple.value) {
+          if constexpr (S::kTable && simple.value) {
+            by[half].set_simple_of_table(packed.scale[2 * row + half]);
+          } else if constexpr (S::kTable) {
+            by[half].set_of_table(scale[2 * row + half]);
+          } else if constexpr (simple.value) {
             by[half].set_simple(packed.scale[2 * row + half], whole[2 * row + half]);
           } else {
             by[half].set(scale[2 * row + half], zero[2 * row + half], whole[2 * row + half], args.shift_mode);
@@ -293,7 +324,12 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
         if constexpr (S::kBits == 4) {
           const uint4& four = packed.words[run / 2];
           const uint32_t word = run % 2 == 0 ? (half == 0 ? four.x : four.y) : half == 0 ? four.z : four.w;
-          dequantize<X, 4, simple.value>(word, 0, by[half], w);
+          if constexpr (S::kTable) {
+            look_up(word, table, w);
+            scale_pairs<X, simple.value>(by[half], w);
+          } else {
+            dequantize<X, 4, simple.value>(word, 0, by[half], w);
+          }
         } else {
           const uint4& four = packed.words[run];
           dequantize<X, 8, simple.value>(half == 0 ? four.x : four.y, half == 0 ? four.z : four.w, by[half], w);

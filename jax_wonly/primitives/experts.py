@@ -191,19 +191,20 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
 
 def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
-    if p.implementation == "dequantize" or (platform != "cpu" and p.table and p.transpose):
+    if p.implementation == "dequantize":
         return False
     if platform == "cpu":
         return True
     from jax_wonly import _cuda_dispatch, _cuda_experts
 
-    if p.table:
+    if p.table and not p.transpose:
         return _cuda_experts.table_kernel(p.k, x.dtype, scales.dtype)
     forced = p.implementation == "cuda"
     if not p.transpose:
         return _cuda_dispatch.has_kernels(x.dtype, forced=forced)
     m, _ = _result_shape(x, scales, rows, p)
-    return _cuda_experts.use_transposed_kernel(m, qw.shape[0], x.shape[1], x.dtype, forced=forced)
+    table = p.table is not None
+    return _cuda_experts.use_transposed_kernel(m, qw.shape[0], x.shape[1], x.dtype, table=table, forced=forced)
 
 
 def _result_shape(x, scales, rows, p: Params):

@@ -175,21 +175,14 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
     from jax_wonly import _cuda_dispatch
 
     forced = p.implementation == "cuda"
-    if p.table is not None and (p.transpose or x.dtype == jnp.float32):
-        if forced and not p.transpose:
-            raise ValueError(
-                "jax_wonly: implementation='cuda' has no fused kernel for float32 x and weights with a table; "
-                "accepted: None (which dequantizes them), or float16 and bfloat16 x."
-            )
-        return False
+    shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE
     if p.transpose:
         batch, *_ = _result_shape(x, qw, scales, *shift, p=p)
-        return _cuda_dispatch.use_transposed_kernel(_product(x, scales, shift, p.shift_mode, batch, p), forced=forced)
+        return _cuda_dispatch.use_transposed_kernel(_product(x, scales, shift, shift_mode, batch, p), forced=forced)
     if not _cuda_dispatch.has_kernels(x.dtype, forced=forced):
         return False
     if forced or not isinstance(m, int):
         return True
-    shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE
     return _cuda_dispatch.use_kernel(_product(x, scales, shift, shift_mode, qw.shape[0], p))
 
 

@@ -131,6 +131,54 @@ def test_batches_of_weights(rng):
         assert_product(y[i], x[i], as_kernels_see_it(one, "bfloat16"))
 
 
+@pytest.mark.parametrize("scale_dtype", ["float32", "x"])
+@pytest.mark.parametrize("x_dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("m", [1, 16, 63, 64, 130, 300])
+def test_gradient_of_x(rng, m, x_dtype, scale_dtype):
+    """From the packed weights: blocks of all sizes, groups of all sizes, and inputs and outputs that fill no tile."""
+    scale_dtype = x_dtype if scale_dtype == "x" else scale_dtype
+    for k, n, group_size in [(256, 72, 32), (512, 1000, 64), (4096, 136, 128), (101, 320, None), (1024, 3000, 256)]:
+        weight = random_weight(rng, k, n, group_size=group_size, mode="table", scale_dtype=scale_dtype)
+        dy, x = random_x(rng, (m, n), x_dtype), jnp.zeros((m, k), x_dtype)
+        assert jw.explain(dy, weight.qt, transpose=True, platform="cuda").kernel == "matmul_transposed_warpgroup"
+        gradient = jax.jit(lambda dy, qt, x=x: jax.vjp(lambda x: jw.matmul(x, qt), x)[1](dy)[0])
+        dx = gradient(dy, weight.qt)
+        assert_product(dx, dy, transposed(as_kernels_see_it(weight, x_dtype)), rounded_weights=True)
+        np.testing.assert_array_equal(gradient(dy, weight.qt), dx)
+
+
+def transposed(weight):
+    return dataclasses.replace(weight, dense=weight.dense.T, magnitude=weight.magnitude.T)
+
+
+@pytest.mark.parametrize("x_dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("rows", [7, 100, 900])
+def test_gradient_of_experts(rng, rows, x_dtype):
+    weight = random_weight(rng, 320, 136, group_size=64, mode="table", lead=(5,))
+    sizes, ids = sizes_of(rng, 5, rows)
+    dy, x = random_x(rng, (rows, 136), x_dtype), jnp.zeros((rows, 320), x_dtype)
+    dot = jax.vjp(lambda x: jw.ragged_dot(x, weight.qt, jnp.asarray(sizes)), x)[1]
+    gathered = jax.vjp(lambda x: jw.gather_matmul(x[:, None], weight.qt, jnp.asarray(ids)[:, None]), x)[1]
+    for dx in (dot(dy)[0], gathered(dy[:, None])[0]):
+        assert not np.asarray(dx)[(ids < 0) | (ids >= 5)].any()
+        for expert in range(5):
+            one = dataclasses.replace(weight, qt=weight.qt[expert], dense=weight.dense[expert])
+            seen = transposed(as_kernels_see_it(one, x_dtype))
+            assert_product(dx[ids == expert], dy[ids == expert], seen, rounded_weights=True)
+
+
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 70])
+def test_float32(rng, m, scale_dtype):
+    """As exact as float32: entries are three bfloat16 numbers, as activations are."""
+    for k, n, group_size in [(256, 70, 32), (512, 130, 64), (101, 33, None), (4096, 64, 128), (1024, 4104, 64)]:
+        weight = random_weight(rng, k, n, group_size=group_size, mode="table", scale_dtype=scale_dtype)
+        x, bias = random_x(rng, (m, k)), random_x(rng, (n,))
+        y = jw.matmul(x, weight.qt, bias=bias, activation="silu", implementation="cuda")
+        assert_product(y, x, weight, bias=bias, activation="silu")
+        np.testing.assert_array_equal(y, jw.matmul(x, weight.qt, bias=bias, activation="silu", implementation="cuda"))
+
+
 def test_gradients(rng):
     weight = random_weight(rng, 128, 70, group_size=32, mode="table")
     x, dy = random_x(rng, (5, 128)), random_x(rng, (5, 70))
@@ -145,18 +193,15 @@ def test_gradients(rng):
     np.testing.assert_allclose(dscales, per_weight.reshape(4, 32, 70).sum(1), rtol=1e-3, atol=1e-3)
 
 
-def test_non_finite_and_repeated(rng):
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_non_finite_and_repeated(rng, x_dtype):
     weight = random_weight(rng, 512, 130, group_size=64, mode="table")
-    x = np.array(random_x(rng, (6, 512), "bfloat16"))
+    x = np.array(random_x(rng, (6, 512), x_dtype))
     clean = np.asarray(jw.matmul(x, weight.qt), np.float32)
     np.testing.assert_array_equal(jw.matmul(x, weight.qt), clean)
     x[1, 3], x[3, 10] = np.nan, np.inf
     y = np.asarray(jw.matmul(x, weight.qt), np.float32)
     assert np.isnan(y[1]).all() and not np.isfinite(y[3]).any()
+    if x_dtype == "float32":  # each term as a dense product has it
+        np.testing.assert_array_equal(y[3], np.where(weight.dense[10] > 0, np.inf, -np.inf))
     np.testing.assert_array_equal(y[[0, 2, 4, 5]], clean[[0, 2, 4, 5]])
-
-
-def test_float32_has_no_fused_kernel(rng):
-    weight = random_weight(rng, 128, 70, group_size=32, mode="table")
-    with pytest.raises(ValueError, match="float32"):
-        jw.matmul(random_x(rng, (2, 128)), weight.qt, implementation="cuda")
