@@ -1,7 +1,7 @@
 """Times products with experts' weights on a GPU beside dense ones of the same process, into one result file.
 
-    python benchmarks/experts.py [--suite mixtral many-up many-down] [--tokens N ...] [--gradient] [--output FILE]
-                                 [--append]
+    python benchmarks/experts.py [--suite mixtral many-up many-down] [--tokens N ...] [--gradient] [--dtype float32]
+                                 [--output FILE] [--append]
 
 Every token goes to ``top_k`` of the experts: to all alike (``balanced``), or to expert e with a weight of 1 / (e + 1)
 (``skewed``). Kernel time is CUPTI's, the median over calls that rotate through more than four times the L2 of touched
@@ -9,9 +9,9 @@ weights; all functions take turns. Microseconds:
 
 - ``us``: ``ragged_dot`` of the tokens sorted by expert, int4 in groups of 128;
 - ``gather_us``: ``gather_matmul`` of the tokens in their own order;
-- ``dense_us``: ``jax.lax.ragged_dot`` in bfloat16, where it fits into memory;
+- ``dense_us``: ``jax.lax.ragged_dot`` in bfloat16, or float32 (which XLA makes TF32), where it fits into memory;
 - ``loop_us``: ``matmul`` for one expert after the other, for which the host has to know the sizes;
-- ``flops_us``: one dense bfloat16 product of the same number of operations.
+- ``flops_us``: one dense product of the same number of operations and type.
 
 With ``--gradient`` the same of the gradients of the activations, the products with transposed weights.
 
@@ -52,14 +52,14 @@ def route(rng: np.random.Generator, routing: str, tokens: int, experts: int, top
     return np.argsort(-scores, axis=1)[:, :top_k].astype(np.int32)
 
 
-def stacks(key, experts: int, k: int, n: int, count: int, quantized: bool) -> list:
-    """``count`` stacks of experts' weights, quantized or in bfloat16."""
+def stacks(key, experts: int, k: int, n: int, count: int, quantized: bool, dtype=jnp.bfloat16) -> list:
+    """``count`` stacks of experts' weights, quantized or in ``dtype``."""
 
     @jax.jit
     def make(key):
         def of_expert(key):
             w = (jax.random.normal(key, (k, n), jnp.float32) * k**-0.5).astype(jnp.bfloat16)
-            return jw.quantize(w, group_size=GROUP_SIZE) if quantized else w
+            return jw.quantize(w, group_size=GROUP_SIZE) if quantized else w.astype(dtype)
 
         return jax.lax.map(of_expert, jax.random.split(key, experts))
 
@@ -104,7 +104,7 @@ def gradient_of(product, k: int):
 
 
 def measure(
-    suite: str, routing: str, tokens: int, weights: dict, rounds: int, calls: int, stream: float, gradient: bool
+    suite: str, routing: str, tokens: int, dtype, weights: dict, rounds: int, calls: int, stream: float, gradient: bool
 ) -> dict:
     experts, top_k, k, n = (SUITES[suite][name] for name in ("experts", "top_k", "k", "n"))
     rng = np.random.default_rng(tokens)
@@ -112,7 +112,7 @@ def measure(
     order = np.argsort(ids.reshape(-1), kind="stable")
     counts = np.bincount(ids.reshape(-1), minlength=experts).astype(np.int32)
     touched = int((counts > 0).sum())
-    x = jax.random.normal(jax.random.key(tokens), (tokens, k), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(tokens), (tokens, k), dtype)
     rows = x[order // top_k]
     sizes, ids = jnp.asarray(counts), jnp.asarray(ids)
     ends = np.cumsum(counts)
@@ -128,12 +128,13 @@ def measure(
         return jnp.concatenate([of_kind(jw.matmul)(part, qt[e]) for e, part in parts])
 
     if gradient:
-        rows = jax.random.normal(jax.random.key(tokens), (tokens * top_k, n), jnp.bfloat16)
+        rows = jax.random.normal(jax.random.key(tokens), (tokens * top_k, n), dtype)
         x = rows.reshape(tokens, top_k, n)
     qts, denses = weights["quantized"], weights["dense"]
     nbytes = qts[0].nbytes * touched // experts
     qts = qts[: copies_of(nbytes)]
-    denses = denses[: copies_of(2 * k * n * touched)]
+    size = jnp.dtype(dtype).itemsize
+    denses = denses[: copies_of(size * k * n * touched)]
     running = timed(
         {
             "us": (of_kind(jw.ragged_dot), [(rows, qt, sizes) for qt in qts]),
@@ -142,7 +143,7 @@ def measure(
             "loop_us": (loop, [(rows, qt) for qt in qts]),
             "flops_us": (
                 of_kind(jnp.matmul),
-                [(rows, w[e]) for w in denses for e in range(min(experts, copies_of(2 * k * n)))],
+                [(rows, w[e]) for w in denses for e in range(min(experts, copies_of(size * k * n)))],
             ),
         },
         rounds,
@@ -150,7 +151,7 @@ def measure(
     )
     us = {name: None if timer is None else round(timer.us, 2) for name, timer in running.items()}
     ours = us["us"]
-    nbytes += 2 * tokens * top_k * (k + n)
+    nbytes += size * tokens * top_k * (k + n)
     gbps = nbytes / ours * 1e-3
     floor_us = max(us["flops_us"] or 0.0, nbytes / stream * 1e-3)
 
@@ -164,7 +165,7 @@ def measure(
         "routing": routing,
         "tokens": tokens,
         "touched": touched,
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "bits": 4,
         "group_size": GROUP_SIZE,
         **us,
@@ -185,10 +186,12 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="(default: %(default)s)")
     add_timing(parser, rounds=3, calls=10)
     parser.add_argument("--gradient", action="store_true", help="measure the gradients of the activations instead")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
     add_results(parser, None, where=f"in {RESULTS}")
     args = parser.parse_args()
     require_gpu("experts.py")
-    output = args.output or RESULTS / f"h100-experts{'-gradients' if args.gradient else ''}.json"
+    kind = ("-gradients" if args.gradient else "") + ("" if args.dtype == "bfloat16" else f"-{args.dtype}")
+    output = args.output or RESULTS / f"h100-experts{kind}.json"
 
     results = kept_rows(output, args.append, IDENTITY)
     stream = stream_gbps(args.rounds, args.calls)
@@ -200,13 +203,13 @@ def main() -> None:
             weights.clear()
             # Enough for the calls that touch the fewest experts.
             least = min(experts, top_k * min(args.tokens))
-            dense_bytes = 2 * k * n * least
+            dense_bytes = jnp.dtype(args.dtype).itemsize * k * n * least
             weights |= {
                 "suite": suite,
-                "quantized": stacks(jax.random.key(2), experts, k, n, copies_of(dense_bytes // 4), True),
-                "dense": stacks(jax.random.key(3), experts, k, n, copies_of(dense_bytes), False),
+                "quantized": stacks(jax.random.key(2), experts, k, n, copies_of(k * n * least // 2), True),
+                "dense": stacks(jax.random.key(3), experts, k, n, copies_of(dense_bytes), False, args.dtype),
             }
-        row = measure(suite, routing, tokens, weights, args.rounds, args.calls, stream, args.gradient)
+        row = measure(suite, routing, tokens, args.dtype, weights, args.rounds, args.calls, stream, args.gradient)
         results[tuple(row[i] for i in IDENTITY)] = row
         save(output, list(results.values()), args.commit, stream_gbps=round(stream, 1))
     for row in results.values():

@@ -66,8 +66,9 @@ enum class QuantizeMode : int64_t { kSymmetric = 0, kIntegerZeros = 1, kFloatZer
 // How the rows of a ragged product say which expert they belong to.
 enum class RowMode : int64_t { kSizes = 0, kIds = 1 };
 // Words of scratch of a ragged product on CUDA, for each row, for each expert, and besides: room for the plan of
-// cuda/ragged_plan.h, and for counting where shared memory is too small. With room for all rows of 16-bit activations
-// behind it, those of kIds may be put in the order of their experts first.
+// cuda/ragged_plan.h, and for counting where shared memory is too small. With room for all rows of activations behind
+// it, those of kIds may be put in the order of their experts first, and float32 ones, with a word more for each, taken
+// apart.
 constexpr int64_t kRaggedScratchPerRow = 1, kRaggedScratchPerExpert = 8, kRaggedScratchFixed = 64;
 
 // A spatial axis of a convolution: pixel i of the result meets at tap r the pixel (i * stride + r * dilation - low) /

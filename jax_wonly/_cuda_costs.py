@@ -158,9 +158,10 @@ class Ragged(NamedTuple):
     decode_experts_of_row: int
     decode_experts_of_row_with_few_inputs: int
     # ragged_warpgroup: from one row for so many experts on, or, where it has high tiles of four bits alone, so many
-    # rows of each; up to so many in low tiles, and in all where that is more than a high tile.
+    # rows of each, and of float32 ones; up to so many in low tiles, and in all where that is more than a high tile.
     warpgroup_experts_of_row: int
     warpgroup_least_rows: int
+    warpgroup_least_float32_rows: int
     warpgroup_low_rows: int
     warpgroup_low_rows_of_small_groups: int
     warpgroup_low_rows_of_offsets: int

@@ -49,10 +49,12 @@ def tile_rows(p: Product, *, ids: bool) -> int:
     As ``ragged_warpgroup::tile_rows`` in ``ffi/cuda/ragged_warpgroup.cu``. Scratch has room for rows in order.
     """
     one, small_groups, experts = p._replace(m=1), p.small_groups, p.batch
-    if p.split or not _cuda_dispatch.warpgroup_kernel(one) or (p.floats and not _rounds(p, _LOW_ROWS)):
+    if not _cuda_dispatch.warpgroup_kernel(one) or (p.floats and not _rounds(p, _LOW_ROWS)):
         return 0
     if ids and p.m < experts:  # two kernels more, which put the rows in order
         return 0
+    if p.split:
+        return 0 if p.m < _RAGGED.warpgroup_least_float32_rows * experts else _LOW_ROWS
     low = p.bits == 4 and (p.plain or p.floats or not small_groups)
     high = p.plain or p.floats or not low
     wasted = 16 * (-p.n % 256) >= p.n  # of 256 outputs at a time
@@ -72,14 +74,19 @@ def tile_rows(p: Product, *, ids: bool) -> int:
     return _LOW_ROWS if low and (not high or p.m <= low_rows * experts) else _HIGH_ROWS
 
 
-def scratch(rows, experts: int, row_length: int, x_dtype, *, ids: bool):
+def scratch(rows, experts: int, row_length: int, x_dtype, *, ids: bool, transpose: bool = False):
     """Words of scratch with which either product runs fastest on the GPU here; ``rows`` may be symbolic.
 
-    There is room for rows in order where ``ragged::can_order`` in ``ffi/cuda/ragged_plan.cu`` and the kernels want it.
+    There is room for rows in order, of 16 bits or as two such numbers and a power of two, where ``ragged::can_order``
+    in ``ffi/cuda/ragged_plan.cu`` and the kernels want it.
     """
-    sixteen_bits = jnp.dtype(x_dtype).itemsize == 2
-    ordered = ids and sixteen_bits and row_length % 8 == 0 and _cuda_dispatch.has_warpgroups()
-    return _abi.ragged_scratch(rows, experts, ordered=row_length // 2 if ordered else 0)
+    ordered = 0
+    if row_length % 8 == 0 and _cuda_dispatch.has_warpgroups():
+        if jnp.dtype(x_dtype).itemsize == 2:
+            ordered = row_length // 2 if ids else 0
+        elif not transpose:
+            ordered = row_length + 1
+    return _abi.ragged_scratch(rows, experts, ordered=ordered)
 
 
 def transposed_kernel(p: Product) -> str:
@@ -107,7 +114,7 @@ def table_kernel(k: int, x_dtype, scale_dtype) -> bool:
 
 def _rounds(p: Product, rows: int) -> bool:
     """As ``ragged_warpgroup::rounds`` in ``ffi/cuda/ragged_warpgroup.cu``, for tiles of so many rows."""
-    if p.bits == 8:
+    if p.bits == 8 or p.split:
         return False
     if p.floats:
         return p.scale_dtype == p.shift_dtype == p.x_dtype and p.n % 8 == 0

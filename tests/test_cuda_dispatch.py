@@ -456,9 +456,14 @@ def test_scratch_of_experts(warpgroups, ids):
     """Room for rows in order, where kernels want them so and may put them there."""
     for rows, length, x, there in (
         *((5, 64, jnp.bfloat16, True), (7000, 1016, jnp.float16, True)),
-        *((5, 60, jnp.bfloat16, False), (5, 64, jnp.float32, False)),
+        (5, 60, jnp.bfloat16, False),
     ):
         words = _cuda_experts.scratch(rows, 9, length, x, ids=ids)
         plan = _abi.ragged_scratch(rows, 9)
-        assert words == plan + (rows * length // 2 if there and ids and warpgroups else 0)
         assert plan >= rows + 8 * 9 + 64  # kRaggedScratch* of abi.h
+        assert words == plan + (rows * length // 2 if there and ids and warpgroups else 0)
+    # Two such numbers and a power of two.
+    plan = _abi.ragged_scratch(7, 9)
+    assert _cuda_experts.scratch(7, 9, 64, jnp.float32, ids=ids) == plan + (7 * 65 if warpgroups else 0)
+    assert _cuda_experts.scratch(7, 9, 60, jnp.float32, ids=ids) == plan
+    assert _cuda_experts.scratch(7, 9, 64, jnp.float32, ids=ids, transpose=True) == plan

@@ -230,9 +230,10 @@ def assert_launchable(gpu, kernels: list[tuple], case) -> None:
         assert 0 < x < 2**31 and 0 < y < 2**16 and x * y % cluster == 0, (case, kernels)
 
 
-def scratch_of(product: Product, mode: RowMode, row: int) -> int:
+def scratch_of(product: Product, mode: RowMode, row: int, *, transpose: bool = False) -> int:
     """Bytes, for rows of so many numbers."""
-    return 4 * _cuda_experts.scratch(product.m, product.batch, row, product.x_dtype, ids=mode == RowMode.IDS)
+    ids = mode == RowMode.IDS
+    return 4 * _cuda_experts.scratch(product.m, product.batch, row, product.x_dtype, ids=ids, transpose=transpose)
 
 
 GPUS = pytest.mark.parametrize(
@@ -260,9 +261,12 @@ def test_ragged_products(rng, monkeypatch, dispatcher, gpu):
         assert RAGGED[name] == _cuda_experts.kernel(product, ids=ids), (product, mode, kernels)
         seen.add(RAGGED[name])
         if name == "ragged_warpgroup_matmul":  # four warpgroups of low tiles, two of high ones, and one that copies
-            assert {640: 64, 384: 128}[threads] == _cuda_experts.tile_rows(product, ids=ids), (product, mode, kernels)
-        ordered = ids and name in ("tiled_matmul", "ragged_warpgroup_matmul")
+            rows = 64 if product.split else {640: 64, 384: 128}[threads]
+            assert rows == _cuda_experts.tile_rows(product, ids=ids), (product, mode, kernels)
+        warpgroups = name == "ragged_warpgroup_matmul"
+        ordered = ids and (name == "tiled_matmul" or (warpgroups and not product.split))
         assert ("order_rows" in said) == ordered, (product, mode, kernels)
+        assert ("split_rows" in said) == (warpgroups and product.split), (product, mode, kernels)
     kernels = {"ragged_resident", "ragged_warpgroup", "ragged_tiled", "matmul_decode"}
     assert seen == (kernels if gpu[0] == 90 else set()) | {"matmul_stream"}
 
@@ -271,7 +275,7 @@ def test_ragged_products(rng, monkeypatch, dispatcher, gpu):
 def test_transposed_ragged_products(rng, monkeypatch, dispatcher, gpu):
     on(monkeypatch, gpu)
     cases = ragged_products(rng, 2000)
-    lines = [(*line("ragged_transposed", p, scratch_of(p, mode, p.n)), int(mode)) for p, mode in cases]
+    lines = [(*line("ragged_transposed", p, scratch_of(p, mode, p.n, transpose=True)), int(mode)) for p, mode in cases]
     seen = set()
     for (product, mode), said in zip(cases, dispatcher(gpu, lines), strict=True):
         of = (product.m, product.batch, product.n, product.x_dtype)

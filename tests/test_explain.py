@@ -219,8 +219,10 @@ def test_experts_on_cuda(monkeypatch):
         assert kernels(8 * 128, 8 * 128 + 1, **options) == [flat, tall]
     assert kernels(8 * 48 - 1, 8 * 48, n=1001) == [stream, tall]
     assert kernels(1, 4096, mode="nf4") == [tall, tall]
-    for options in ({"dtype": jnp.float32}, {"dtype": jnp.float16, "n": 1001}):
-        assert kernels(8, 8 * 40, **options) == [stream, stream]
+    assert kernels(8, 8 * 40, dtype=jnp.float16, n=1001) == [stream, stream]
+    assert kernels(7, 8, 8 * 400, dtype=jnp.float32) == [stream, flat, flat]
+    for options in ({"n": 1001}, {"mode": "offsets"}, {"mode": "float_zeros"}):
+        assert kernels(8, 8 * 40, dtype=jnp.float32, **options) == [stream, stream]
     # Rounded weights: groups of 32 and 64 in high tiles, numbers that are no integers, and hundreds of rows.
     assert [found(m).rounds_weights for m in (8, 1024, 1025)] == [False, False, True]
     assert [found(8 * m, group_size=64).rounds_weights for m in (40, 41)] == [False, True]

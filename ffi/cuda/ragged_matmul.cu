@@ -92,7 +92,8 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80 && args.product.x_dtype != DType::kF16) return cudaErrorNotSupported;
   const bool ids = args.row_mode == RowMode::kIds;
-  const bool in_order = device.architecture == 90 && (!ids || ragged::can_order(args));
+  const bool splits = args.product.x_dtype == DType::kF32;  // into numbers that are in order
+  const bool in_order = device.architecture == 90 && (!(ids || splits) || ragged::can_order(args));
   const bool table = args.product.shift_mode == ShiftMode::kTable;  // the tiled kernel alone looks codes up
   if (!table) {
     for (const auto launch : {launch_resident, launch_decode}) {
@@ -112,7 +113,11 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
       ragged::plan(args, tiled ? ragged_tiled::kTileRows : rows, ids, shared_share(device, 1), stream, &work);
   if (error != cudaSuccess) return error;
   MatmulArgs product = args.product;
-  if (ids) error = ragged::order(args, work, &product.x, stream);
+  if (splits) {
+    product.scratch = ragged::ordered_rows(args);
+  } else if (ids) {
+    error = ragged::order(args, work, &product.x, stream);
+  }
   if (error != cudaSuccess) return error;
   const auto launch = tiled ? ragged_tiled::launch : ragged_warpgroup::launch;
   return launch(product, work, device.multiprocessors, stream);

@@ -96,12 +96,15 @@ int64_t plan_words(const RaggedArgs& args) {
 }  // namespace
 
 bool can_order(const RaggedArgs& args) {
-  const int64_t bytes = args.m * args.product.k * element_size(args.product.x_dtype);
-  return bytes % 16 == 0 && args.product.k % 8 == 0 && args.scratch_words >= plan_words(args) + bytes / 4;
+  const bool float32 = args.product.x_dtype == DType::kF32;
+  const int64_t row_words = args.product.k * element_size(args.product.x_dtype) / 4 + float32;
+  return args.product.k % 8 == 0 && args.scratch_words >= plan_words(args) + args.m * row_words;
 }
 
+void* ordered_rows(const RaggedArgs& args) { return args.scratch + plan_words(args); }
+
 cudaError_t order(const RaggedArgs& args, const Work& work, const void** x, cudaStream_t stream) {
-  void* const ordered = args.scratch + plan_words(args);
+  void* const ordered = ordered_rows(args);
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(std::min<int64_t>(args.m, 2048)));
   shape.threads = kOrderThreads;

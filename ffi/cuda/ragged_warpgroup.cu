@@ -16,11 +16,12 @@ bool has_floats(const MatmulArgs& args) {
 bool supports(const MatmulArgs& args) {
   MatmulArgs any = args;
   any.m = 1;
-  return args.x_dtype != DType::kF32 && warpgroup::supports(any) && (!has_floats(args) || rounds(args, kLowRows));
+  if (args.x_dtype == DType::kF32) any.x_dtype = DType::kF16;  // which they become
+  return warpgroup::supports(any) && (!has_floats(args) || rounds(args, kLowRows));
 }
 
 bool rounds(const MatmulArgs& args, int tile_rows) {
-  if (args.bits == 8) return false;
+  if (args.bits == 8 || args.x_dtype == DType::kF32) return false;
   if (has_floats(args)) {
     return args.shift_dtype == args.x_dtype && args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   }
@@ -29,6 +30,7 @@ bool rounds(const MatmulArgs& args, int tile_rows) {
 
 int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
   if (!supports(args)) return 0;
+  if (args.x_dtype == DType::kF32) return rows < costs::kRaggedWarpgroupLeastFloat32Rows * experts ? 0 : kLowRows;
   const bool plain = warpgroup::is_plain(args), small_groups = has_small_groups(args), floats = has_floats(args);
   const bool low = args.bits == 4 && (plain || floats || !small_groups), high = plain || floats || !low;
   // What makes ragged_tiled slower: outputs, 256 at a time, of which a sixteenth and more are none.
@@ -48,6 +50,7 @@ int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
 }
 
 cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
+  if (args.x_dtype == DType::kF32) return launch_f32(args, work, multiprocessors, stream);
   return args.x_dtype == DType::kF16 ? launch_f16(args, work, multiprocessors, stream)
                                      : launch_bf16(args, work, multiprocessors, stream);
 }

@@ -6,7 +6,8 @@
 // warpgroups of 64 outputs share the rows' activations, and multiply about as many columns as a tile has rows. Sums of
 // a group are exact products of 16-bit numbers in float32, and its scale multiplies them there; or weights are rounded
 // (`kind_of` says which), half a stage of them while the tensor cores multiply the half before. A row's result does not
-// depend on other rows.
+// depend on other rows. Of float32 rows both numbers that each has become (split_row.cuh) multiply the same weights, in
+// tiles of up to 64 rows.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +20,7 @@
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_warpgroup.h"
 #include "cuda/rounded_weights.cuh"
+#include "cuda/split_row.cuh"
 #include "cuda/tensor_map.h"
 
 namespace wonly::ragged_warpgroup {
@@ -46,12 +48,13 @@ struct alignas(16) Tile {
   int strips;
 };
 
-template <typename X_, int kBits_, int kWarpgroups_, int kFlushes_, Kind kKind>
+template <typename X_, int kBits_, int kWarpgroups_, int kFlushes_, Kind kKind, int kPieces_ = 1>
 struct Shape {
   using X = X_;
   static constexpr int kBits = kBits_;
   static constexpr int kWarpgroups = kWarpgroups_;  // that multiply, 64 outputs each
-  static constexpr int kTileRows = kWarpgroups == kLowWarpgroups ? kLowRows : kHighRows;
+  static constexpr int kPieces = kPieces_;          // numbers of an activation
+  static constexpr int kTileRows = kPieces > 1 || kWarpgroups == kLowWarpgroups ? kLowRows : kHighRows;
   static constexpr int kOutputs = kWarpgroups * kTileN;  // of a tile
   static constexpr int kConsumers = kWarpgroups * 128;
   static constexpr int kThreads = kConsumers + kProducers * 32;
@@ -59,6 +62,7 @@ struct Shape {
   static constexpr int kConsumerRegisters = kWarpgroups == kLowWarpgroups ? 112 : 232;
   static constexpr int kBoxRows = kTileRows / kProducers;  // of the tensor copy engine
   static constexpr int kHalfBytes = kTileRows * 128;       // activations: two halves of 64 inputs
+  static constexpr int kPieceBytes = 2 * kHalfBytes;
   // Group ends in a stage: 4 for groups of 32 and 64, and of all sizes where weights are rounded, 1 for more.
   static constexpr int kFlushes = kFlushes_;
   static constexpr bool kZeros = kKind == Kind::kRoundedAndZeros;
@@ -71,7 +75,7 @@ struct Shape {
 
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage along the inputs
   static constexpr int kScaleStride = kOutputs * (kPlain ? 2 : 4);
-  static constexpr int kWeightsAt = 2 * kHalfBytes;
+  static constexpr int kWeightsAt = kPieces * kPieceBytes;
   static constexpr int kScalesAt = kWeightsAt + kWarpgroups * kTiles * kTileBytes;
   static constexpr int kZerosAt = kScalesAt + kFlushes * kScaleStride;  // or offsets
   static constexpr int kStageBytes = (kZerosAt + kFlushes * kOutputs * (kRounded ? 2 : 1) + 1023) / 1024 * 1024;
@@ -90,6 +94,7 @@ struct Params {
   int output_blocks;      // of kOutputs
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
   int stage_groups;       // of rounded weights: groups that end in a stage, 4, 2 or 1
+  const float* powers;    // of float32 rows by position: what undoes theirs
 };
 
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ragged::kAllLanes, value, 0); }
@@ -205,7 +210,7 @@ __device__ __forceinline__ void produce(const Params& params, const warpgroup::M
     const int group_bytes = !scaling      ? 0
                             : S::kRounded ? S::kOutputs * (2 + shift_size)
                                           : scale_bytes + (has_zeros ? outputs : 0);
-    const int whole_bytes = (has_weights ? kStripBytes : 0) + (has_rows ? 2 * kBoxBytes : 0);
+    const int whole_bytes = (has_weights ? kStripBytes : 0) + (has_rows ? S::kPieces * 2 * kBoxBytes : 0);
     const int row = tile.first + producer * S::kBoxRows;
     int stage = first_stage(tile, args.n, stages);
     ring.wait_empty();
@@ -232,8 +237,12 @@ __device__ __forceinline__ void produce(const Params& params, const warpgroup::M
                          bytes, done);
         }
         if (has_rows) {
-          ptx::tensor_copy_3d(to + producer * kBoxBytes, &maps.x, stage * kStageK, row, 0, done);
-          ptx::tensor_copy_3d(to + S::kHalfBytes + producer * kBoxBytes, &maps.x, stage * kStageK + 64, row, 0, done);
+#pragma unroll
+          for (int piece = 0; piece < S::kPieces; ++piece) {
+            uint8_t* const to_x = to + piece * S::kPieceBytes + producer * kBoxBytes;
+            ptx::tensor_copy_3d(to_x, &maps.x, stage * kStageK, row, piece, done);
+            ptx::tensor_copy_3d(to_x + S::kHalfBytes, &maps.x, stage * kStageK + 64, row, piece, done);
+          }
         }
         if (S::kRounded && scaling) {
           const int first = stage * (kStageK / 32) >> params.log2_group_blocks;
@@ -448,8 +457,12 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       }
     };
     const auto multiply_unit = [&](uint64_t x, int unit) {
-      warpgroup::multiply_steps<X, kColumns>(part, codes[unit % 2], x, unit * S::kUnitSteps, S::kHalfBytes,
-                                             S::kFlushes == 1 && unit > 0);
+#pragma unroll
+      for (int piece = 0; piece < S::kPieces; ++piece) {
+        warpgroup::multiply_steps<X, kColumns>(part, codes[unit % 2], x + (piece * S::kPieceBytes >> 4),
+                                               unit * S::kUnitSteps, S::kHalfBytes,
+                                               piece > 0 || (S::kFlushes == 1 && unit > 0));
+      }
     };
     const auto load_scales = [&](const uint8_t* data, int group) {
       const uint8_t* const from = data + S::kScalesAt + group * S::kScaleStride;
@@ -489,7 +502,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
         if (flushes) load_scales(data, group);
         multiply_unit(x, unit);
         if (flushes) set_scales(S::kFlushes == 1 || group < groups);
-        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<1>();
+        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<S::kPieces>();
         if (last) {
           ring.at.advance();
           data = ring.stage();
@@ -517,10 +530,11 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       S::kRounded ? 1.f / wonly::Convert<warpgroup::RoundedShape<X, S::kBits, S::kZeros>>::kUnit : 1.f;
 
   // Writes them.
-  __device__ __forceinline__ void finish(const MatmulArgs& args, const ragged::Plan& plan, const Tile& tile,
+  __device__ __forceinline__ void finish(const Params& params, const ragged::Plan& plan, const Tile& tile,
                                          float* staged, const float (&acc)[kSums]) const {
+    const MatmulArgs& args = params.args;
     const int64_t n0 = tile.n0 + warpgroup * kTileN;
-    if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0) {
+    if (S::kPieces == 1 && args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0) {
       float bias[2] = {};
       if (args.has_bias) Base::load_bias(args, tile.expert, n0, bias);
       const auto pack = [&](int i) {
@@ -539,7 +553,12 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     const auto sums = [&](int i) { return make_float2(acc[i] * kUnscale, acc[i + 1] * kUnscale); };
     Base::template store<S::kTileRows, kStagedRows>(args, n0, tile.rows, staged, sums,
                                                     [&](int i, int64_t n, const float (&values)[4]) {
-                                                      finish4(args, tile.expert, plan.row(tile.first + i), n, values);
+                                                      const int at = tile.first + i;
+                                                      float whole[4];
+                                                      const float undo = S::kPieces > 1 ? params.powers[at] : 1.f;
+#pragma unroll
+                                                      for (int j = 0; j < 4; ++j) whole[j] = values[j] * undo;
+                                                      finish4(args, tile.expert, plan.row(at), n, whole);
                                                     });
   }
 
@@ -585,7 +604,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
         multiply<128>(params, tile, ring, acc);
       }
     }
-    finish(args, plan, tile, reinterpret_cast<float*>(ring.shared + S::kStagedAt + warpgroup * kStagedBytes), acc);
+    finish(params, plan, tile, reinterpret_cast<float*>(ring.shared + S::kStagedAt + warpgroup * kStagedBytes), acc);
   }
 };
 
@@ -639,6 +658,11 @@ cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream
   const MatmulArgs& args = params.args;
   MatmulArgs x = args;
   x.m = params.work.m;
+  if (S::kPieces > 1) {
+    x.x_dtype = DType::kF16;
+    x.batch = S::kPieces;
+    x.x_batch_stride = x.m * x.k;
+  }
   cudaError_t error = describe_activations(x, S::kBoxRows, &maps.x);
   if (S::kRounded) {
     const auto describe = [&](const void* data, DType type, int64_t batch_stride, CUtensorMap* map) {
@@ -664,6 +688,51 @@ cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream
 inline Kind kind_of(const MatmulArgs& args, int tile_rows) {
   if (rounds(args, tile_rows)) return args.shift_mode == ShiftMode::kZeros ? Kind::kRoundedAndZeros : Kind::kRounded;
   return warpgroup::is_plain(args) ? Kind::kPlain : Kind::kOther;
+}
+
+// float32 rows, each in a CTA, as two fp16 numbers: [2, rows, inputs], by position, and what undoes their powers of
+// two.
+constexpr int kMostSplitThreads = 1024;
+__global__ void __launch_bounds__(kMostSplitThreads)
+    split_rows(const float4* x, const int* order, int repeat, uint4* pieces, float* powers, int vectors) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const int64_t at = blockIdx.x, row = order == nullptr ? at : order[at] / repeat;
+  uint4* const high = pieces + at * vectors;
+  split_row(x + 2 * row * vectors, high, high + static_cast<int64_t>(gridDim.x) * vectors, powers + at, vectors);
+#else
+  __trap();
+#endif
+}
+
+inline cudaError_t launch_split(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
+                                cudaStream_t stream) {
+  Params params{};
+  params.args = args;
+  params.work = work;
+  params.log2_group_blocks = log2_group_blocks(args);
+  const int log2 = params.log2_group_blocks, vectors = static_cast<int>(args.k / kSplitEach);
+  auto* const pieces = static_cast<uint4*>(args.scratch);
+  auto* const powers = reinterpret_cast<float*>(pieces + int64_t{2} * work.m * vectors);
+  const int* const order = work.row_mode == RowMode::kIds ? ragged::planned_order(work) : nullptr;
+  LaunchShape shape;
+  shape.grid = dim3(static_cast<unsigned>(work.m));
+  shape.threads = std::clamp((vectors + 31) / 32 * 32, 128, kMostSplitThreads);
+  const cudaError_t error = launch_kernel(split_rows, shape, stream, static_cast<const float4*>(args.x), order,
+                                          work.repeat, pieces, powers, vectors);
+  if (error != cudaSuccess) return error;
+  params.args.x = pieces;
+  params.powers = powers;
+  const auto launch = [&](auto bits, auto flushes) {
+    constexpr int kWarpgroups =
+        bits.value == 4 ? kLowWarpgroups : kHighWarpgroups;  // shared memory has no room for more
+    return launch_shape<Shape<__half, bits.value, kWarpgroups, flushes.value, Kind::kOther, 2>>(params, multiprocessors,
+                                                                                                stream);
+  };
+  const auto with_bits = [&](auto bits) {
+    return log2 == 0 || log2 == 1 ? launch(bits, std::integral_constant<int, 4>{})
+                                  : launch(bits, std::integral_constant<int, 1>{});
+  };
+  return args.bits == 4 ? with_bits(std::integral_constant<int, 4>{}) : with_bits(std::integral_constant<int, 8>{});
 }
 
 template <typename X>

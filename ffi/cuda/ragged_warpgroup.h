@@ -18,10 +18,12 @@ bool rounds(const MatmulArgs& args, int tile_rows);
 // kernels are expected to be faster.
 int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts);
 
-// The rows of args.x are in the plan's order.
+// The rows of args.x are in the plan's order; or float32, in their own, and args.scratch has room for as many bytes as
+// they take and four for each.
 cudaError_t launch(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
 
 cudaError_t launch_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
+cudaError_t launch_f32(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
 
 }  // namespace wonly::ragged_warpgroup

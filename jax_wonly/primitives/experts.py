@@ -177,7 +177,7 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
         from jax_wonly import _cuda_experts
 
         ids = p.row_mode == RowMode.IDS
-        scratch = _cuda_experts.scratch(shape[0], qw.shape[0], x.shape[1], x.dtype, ids=ids)
+        scratch = _cuda_experts.scratch(shape[0], qw.shape[0], x.shape[1], x.dtype, ids=ids, transpose=p.transpose)
     results = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((scratch,), jnp.int32))
     shift, bias = split_rest(rest, p.shift_mode)
     shift_mode, shift = as_operand(p.table, p.shift_mode, shift)

@@ -104,6 +104,48 @@ def test_tens_of_rows(rng, bits, floats, group_size, sizes, dtype):
         np.testing.assert_array_equal(found[: sizes[expert]], y[mine])
 
 
+@pytest.mark.parametrize("sizes", ROWS)
+@pytest.mark.parametrize("group_size", [32, 64, 128, None])
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_float32_rows(rng, bits, mode, group_size, sizes):
+    """As two numbers each, in tiles of all heights, of the last of which few outputs are there; orders of magnitude
+    apart, and with the same bits whatever rows there are beside."""
+    experts, rows, n = len(sizes), sum(sizes), int(rng.choice([264, 400, 520, 1040]))
+    scale_dtype = str(rng.choice(list(DTYPES)))
+    weight = random_weight(
+        rng, 384, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype, lead=(experts,)
+    )
+    magnitudes = np.exp2(rng.integers(-30, 30, (rows, 1))).astype(np.float32)
+    x = random_x(rng, (rows, 384)) * magnitudes
+    ids = np.repeat(np.arange(experts), sizes).astype(np.int32)
+    found = jw.explain(x, weight.qt, experts="sizes", platform="cuda")
+    assert found.kernel == "ragged_warpgroup"
+    product = jax.jit(lambda x, sizes: jw.ragged_dot(x, weight.qt, sizes, bias=bias, activation="relu"))
+    bias = random_x(rng, (experts, n))
+    y = product(x, jnp.asarray(sizes))
+    assert_rows(y, x, weight, ids, bias=bias, activation="relu")
+    np.testing.assert_array_equal(product(x, jnp.asarray(sizes)), y)
+    gather = jax.jit(lambda x, ids: jw.gather_matmul(x, weight.qt, ids, bias=bias, activation="relu"))
+    order = rng.permutation(rows)
+    np.testing.assert_array_equal(gather(x[order][:, None], jnp.asarray(ids[order])[:, None])[:, 0], y[order])
+    some = order[: max(2 * experts, rows // 2)]
+    np.testing.assert_array_equal(gather(x[some][:, None], jnp.asarray(ids[some])[:, None])[:, 0], y[some])
+
+
+def test_float32_rows_without_an_expert(rng):
+    """Infinities and NaNs stay in their rows, and rows that have no expert are zero."""
+    weight = random_weight(rng, 256, 264, group_size=64, lead=(4,))
+    x, ids = np.array(random_x(rng, (60, 256))), rng.integers(-1, 6, 60).astype(np.int32)
+    ids[:3] = 1
+    clean = np.asarray(jw.gather_matmul(x, weight.qt, jnp.asarray(ids)))
+    assert not clean[(ids < 0) | (ids > 3)].any()
+    x[0, 5], x[1, 7] = np.nan, np.inf
+    y = np.asarray(jw.gather_matmul(x, weight.qt, jnp.asarray(ids)))
+    assert np.isnan(y[0]).all() and not np.isfinite(y[1]).any()
+    np.testing.assert_array_equal(y[2:], clean[2:])
+
+
 @pytest.mark.parametrize("experts", [3, 100, 200])
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
 def test_one_or_two_rows(rng, experts, group_size):
