@@ -222,8 +222,11 @@ def test_transposed(monkeypatch, warpgroups, x):
     assert not use(8192, 8193)
     assert use(8192, 8193, forced=True)
     assert _cuda_experts.use_transposed_kernel(8 * 64, 8, 8193, x)
-    assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8192, x) == (warpgroups and not wide)
-    assert not _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x)
+    assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8192, x) == (warpgroups or wide)
+    assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x) == wide
+    for n in (8192, 8193):
+        there = warpgroups and not wide and n == 8192
+        assert _cuda_experts.use_transposed_kernel(8, 8, n, x, table=True, forced=True) == there
     assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x, forced=True)
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
     assert not use(1, forced=True)

@@ -173,12 +173,18 @@ void products() {
 }
 
 void products_with_tables() {
-  for (const DType type : {DType::kBF16, DType::kF16}) {
+  for (const DType type : kTypes) {
     for (const int64_t m : {1, 5, 20, 70, 300}) {
       for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {512, 2050, 32}, {104, 70, 0}}) {
         Case c;
         const MatmulArgs args = product(c, 1, m, k, n, group, 4, type, 4);
-        c.run("table", args.y, m * n * 2, [&] { return launch_matmul(args, nullptr); });
+        c.run("table", args.y, m * n * element_size(type), [&] { return launch_matmul(args, nullptr); });
+      }
+      for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {640, 2056, 32}, {104, 72, 0}}) {
+        if (type == DType::kF32) continue;
+        Case c;
+        const MatmulArgs args = product(c, 1, m, k, n, group, 4, type, 4, true);
+        c.run("transposed table", args.y, m * k * 2, [&] { return launch_matmul_transposed(args, nullptr); });
       }
     }
   }
@@ -214,7 +220,7 @@ void ragged_products() {
                                          {4, 1600}}) {
           for (const bool ids : {false, true}) {
             Case c;
-            const int scheme = !transposed && bits == 4 && type != DType::kF32 ? seen % 5 : seen % 4;
+            const int scheme = bits == 4 && type != DType::kF32 ? seen % 5 : seen % 4;
             const int64_t k = 256, n = 136;
             RaggedArgs args{};
             args.product = product(c, 1, m, k, n, 64, bits, type, scheme, transposed, experts);
