@@ -131,12 +131,7 @@ ffi::Error launch_ragged(cudaStream_t stream, const ffi::AnyBuffer& x, const ffi
   WONLY_RETURN_IF_ERROR(check_ragged_scratch(operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.experts, operands.m, weights.k, weights.n, weights.groups));
-  const bool table = weights.shift_mode == ShiftMode::kTable;
   if (transposed) WONLY_RETURN_IF_ERROR(check_transposed_table(x, weights));
-  if (table && !transposed && (operands.x.type == DType::kF32 || weights.k % 8 != 0)) {
-    return invalid("x has element type ", x.element_type(), " and K = ", weights.k,
-                   ", and the weights a table; accepted: F16, BF16, and multiples of 8");
-  }
   if (y.element_count() == 0) return ffi::Error::Success();
   RaggedArgs args{};
   set_operands(args.product, operands, has_bias == 1);

@@ -33,13 +33,16 @@ def kernel(p: Product, *, ids: bool) -> str:
         return "matmul_decode"
     if tile_rows(p, ids=ids):
         return "ragged_warpgroup"
-    tiled = (p.table or p.m >= _RAGGED.tiled_rows * p.batch) and _cuda_dispatch.tiled_kernel(p)
+    least = _RAGGED.tiled_rows_of_tables if p.table else _RAGGED.tiled_rows
+    tiled = p.m >= least * p.batch and _cuda_dispatch.tiled_kernel(p)
     return "ragged_tiled" if tiled else "matmul_stream"
 
 
 def rounds_weights(p: Product, *, ids: bool) -> bool:
-    """Whether that kernel rounds weights to the type of x."""
+    """Whether that kernel rounds weights, or a table, to the type of x."""
     name = kernel(p, ids=ids)
+    if p.table:
+        return not p.split
     return name == "ragged_tiled" or (name == "ragged_warpgroup" and _rounds(p, tile_rows(p, ids=ids)))
 
 
@@ -108,11 +111,6 @@ def use_transposed_kernel(m, experts: int, n: int, x_dtype, *, table: bool = Fal
     # XLA's ragged product of float32 numbers takes 15 times as long as passes over the weights, at any number of rows.
     every = forced or not sixteen_bits or not isinstance(m, int)
     return every or m <= experts * _cuda_dispatch.most_streamed(x_dtype)
-
-
-def table_kernel(k: int, x_dtype, scale_dtype) -> bool:
-    """Whether there is a kernel for experts with a table."""
-    return _cuda_dispatch.tiled_kernel(Product(1, k, 1, 1, 4, x_dtype, scale_dtype, ShiftMode.TABLE))
 
 
 def _rounds(p: Product, rows: int) -> bool:

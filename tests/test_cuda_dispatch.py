@@ -196,12 +196,15 @@ def test_tables(warpgroups):
     for m in (512, 8192):
         assert choose(m, mode=ShiftMode.TABLE) == warpgroups
         assert not choose(m, k=8196, mode=ShiftMode.TABLE)
-    for x, scales, k, there in [
+    for x, scales, k, tiled in [
         *((jnp.bfloat16, jnp.bfloat16, 64, True), (jnp.float16, jnp.float32, 72, True)),
         *((jnp.float16, jnp.bfloat16, 64, False), (jnp.float32, jnp.float32, 64, False)),
         (jnp.bfloat16, jnp.bfloat16, 68, False),
     ]:
-        assert _cuda_experts.table_kernel(k, x, scales) == (there and warpgroups)
+        few, many = (Product(m, k, 64, 2, 4, x, scales, ShiftMode.TABLE, jnp.float32) for m in (1, 1000))
+        assert _cuda_experts.kernel(few, ids=False) == "matmul_stream"
+        expected = "ragged_tiled" if tiled and warpgroups else "matmul_stream"
+        assert _cuda_experts.kernel(many, ids=True) == expected
 
 
 @pytest.mark.parametrize("x", [jnp.float16, jnp.bfloat16, jnp.float32])

@@ -27,7 +27,16 @@ SOURCES += [f"ragged_{name}" for name in ("matmul", "resident", "tiled", "warpgr
 SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
 KERNELS = ["matmul_mma", "ragged_plan"]
-RAGGED = ("decode", "resident", "stream", "tiled", "warpgroup", "transposed_stream", "transposed_warpgroup")
+RAGGED = (
+    "decode",
+    "resident",
+    "stream",
+    "stream_table",
+    "tiled",
+    "warpgroup",
+    "transposed_stream",
+    "transposed_warpgroup",
+)
 KERNELS += [f"ragged_{name}_kernels" for name in RAGGED]
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
 H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor
@@ -250,8 +259,6 @@ def test_ragged_products(rng, monkeypatch, dispatcher, gpu):
     seen = set()
     for (product, mode), said in zip(cases, dispatcher(gpu, lines), strict=True):
         there = _cuda_dispatch.has_kernels(product.x_dtype)
-        if product.table:
-            there = _cuda_experts.table_kernel(product.k, product.x_dtype, product.scale_dtype)
         if not there:
             assert said == ("none",), (product, mode, said)
             continue

@@ -17,6 +17,7 @@ cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t st
 }
 
 cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, const Config& config, cudaStream_t stream) {
+  if (args.shift_mode == ShiftMode::kTable) return launch_ragged_table(args, work, config, stream);
   switch (args.x_dtype) {
     case DType::kF16:
       return launch_ragged_f16(args, work, config, stream);

@@ -72,6 +72,9 @@ struct Ragged {
   int first_tile;  // of this launch
   int plan_at;     // in shared memory: what finding a tile takes
 };
+struct RaggedOfTable : Ragged {
+  static constexpr bool kTable = true;
+};
 
 __host__ __device__ constexpr int weight_bytes(int atoms, int bits) {
   return atoms * kAtomWords * 4 * kStageK / tile_k(bits);
@@ -728,7 +731,7 @@ cudaError_t launch_instance(Params params, Tokens source, const Config& config, 
   shape.shared_bytes = table_bytes<X, Tokens> + config.warps * params.warp_bytes + total + plan_bytes;
   const auto kernel = stream_matmul<X, kBits, kAtoms, kTokenTiles, kFlushes, Tokens>;
   if constexpr (Tokens::kRagged) {
-    source.plan_at = config.warps * params.warp_bytes + total;
+    source.plan_at = table_bytes<X, Tokens> + config.warps * params.warp_bytes + total;
     const int64_t tiles = ragged::most_tiles(source.work);
     for (int64_t first = 0; first < tiles; first += kMostTiles) {
       source.first_tile = static_cast<int>(first);

@@ -40,5 +40,7 @@ cudaError_t launch_ragged_bf16(const MatmulArgs& args, const ragged::Work& work,
                                cudaStream_t stream);
 cudaError_t launch_ragged_f32(const MatmulArgs& args, const ragged::Work& work, const Config& config,
                               cudaStream_t stream);
+cudaError_t launch_ragged_table(const MatmulArgs& args, const ragged::Work& work, const Config& config,
+                                cudaStream_t stream);
 
 }  // namespace wonly::stream

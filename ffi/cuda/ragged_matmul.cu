@@ -36,6 +36,9 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
   // Eight of two, where they leave no more places empty in the last round than four.
   const bool small = config.token_tiles == 1 && ceil_div(each, 8) * 8 == ceil_div(each, 4) * 4;
   config.warps = each >= 3 ? (small ? 2 : few) : each == 2 || config.token_tiles == 2 ? 8 : 16;
+  // Every CTA keeps a table of pairs beside its rings.
+  if (args.product.shift_mode == ShiftMode::kTable && args.product.x_dtype != DType::kF32)
+    config.warps = each == 1 ? 14 : 6;
   ragged::Work work;
   cudaError_t error = ragged::plan(args, 8 * config.token_tiles, false, shared_share(device, 1), stream, &work);
   if (error != cudaSuccess) return error;
@@ -94,19 +97,16 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   const bool ids = args.row_mode == RowMode::kIds;
   const bool splits = args.product.x_dtype == DType::kF32;  // into numbers that are in order
   const bool in_order = device.architecture == 90 && (!(ids || splits) || ragged::can_order(args));
-  const bool table = args.product.shift_mode == ShiftMode::kTable;  // the tiled kernel alone looks codes up
-  if (!table) {
-    for (const auto launch : {launch_resident, launch_decode}) {
-      const cudaError_t error = launch(args, device, stream);
-      if (error != cudaErrorInvalidConfiguration) return error;
-    }
+  for (const auto launch : {launch_resident, launch_decode}) {
+    const cudaError_t error = launch(args, device, stream);
+    if (error != cudaErrorInvalidConfiguration) return error;
   }
   // Ids cost it two kernels more, which put the rows in order.
   const bool warpgroup = in_order && (!ids || args.m >= args.experts);
   const int rows = warpgroup ? ragged_warpgroup::tile_rows(args.product, args.m, args.experts) : 0;  // of a tile
-  const bool many = args.m >= costs::kRaggedTiledRows * args.experts;  // were rows spread evenly
-  const bool tiled = in_order && rows == 0 && (table || many) && tiled::takes(args.product);
-  if (table && !tiled) return cudaErrorNotSupported;
+  const bool table = args.product.shift_mode == ShiftMode::kTable;
+  const int64_t least = table ? costs::kRaggedTiledRowsOfTables : costs::kRaggedTiledRows;  // were rows spread evenly
+  const bool tiled = in_order && rows == 0 && args.m >= least * args.experts && tiled::takes(args.product);
   if (rows == 0 && !tiled) return launch_stream(args, device, stream);
   ragged::Work work;
   cudaError_t error =

@@ -197,8 +197,6 @@ def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
         return True
     from jax_wonly import _cuda_dispatch, _cuda_experts
 
-    if p.table and not p.transpose:
-        return _cuda_experts.table_kernel(p.k, x.dtype, scales.dtype)
     forced = p.implementation == "cuda"
     if not p.transpose:
         return _cuda_dispatch.has_kernels(x.dtype, forced=forced)
