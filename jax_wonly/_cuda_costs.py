@@ -167,7 +167,6 @@ class Ragged(NamedTuple):
     warpgroup_low_rows_of_offsets: int
     warpgroup_more_rows: int
     tiled_rows: int  # from which on ragged_tiled is faster than matmul_stream
-    tiled_rows_of_tables: int
 
 
 class Transposed(NamedTuple):

@@ -36,7 +36,7 @@ _FEW_PRODUCTS, _FEW_PRODUCTS_STRIDED = 3.4e9, 14e9
 _FEW_OUTPUTS = 1 << 20  # up to which a depthwise convolution with nine taps or fewer has its kernel (measured)
 # Operations per microsecond of XLA's convolution, and what it and dequantizing take besides.
 _CONV, _CONV_START = 650e6, 9.0
-TABLE_TOKENS = 64  # up to here several passes over weights with a table take less than dequantizing them (measured)
+TABLE_TOKENS = 64  # up to here passes over weights with a table, without tiles, take less than dequantizing (measured)
 
 _BAND_FIXED, _BAND_SHARED = 18 << 10, 227 << 10  # bytes of shared memory of band_conv, and what there is
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
@@ -362,7 +362,8 @@ def kernel(p: Product) -> str:
     if resident and _resident(p) < other:
         return "matmul_resident"
     if not streamed:
-        if p.m >= _least_tiled_tokens(p) and tiled_kernel(p) and _tiled(p) < other:
+        # With a table another pass takes longer in any case.
+        if p.m >= _least_tiled_tokens(p) and tiled_kernel(p) and (p.table or _tiled(p) < other):
             return "matmul_tiled"
         if by_warpgroups:
             return "matmul_warpgroup"
@@ -429,7 +430,7 @@ def transposed_shift_apart(p: Product) -> bool:
 
 def use_kernel(p: Product) -> bool:
     """Whether the fused kernels are expected to be at least as fast as dequantizing."""
-    if p.m <= (TABLE_TOKENS if p.table and not p.split else STREAM_TOKENS):
+    if p.m <= STREAM_TOKENS or (p.table and (tiled_kernel(p) or (p.m <= TABLE_TOKENS and not p.split))):
         return True
     fused, dense = estimate(p)
     return fused <= dense

@@ -33,8 +33,7 @@ def kernel(p: Product, *, ids: bool) -> str:
         return "matmul_decode"
     if tile_rows(p, ids=ids):
         return "ragged_warpgroup"
-    least = _RAGGED.tiled_rows_of_tables if p.table else _RAGGED.tiled_rows
-    tiled = p.m >= least * p.batch and _cuda_dispatch.tiled_kernel(p)
+    tiled = p.m >= _RAGGED.tiled_rows * p.batch and _cuda_dispatch.tiled_kernel(p)
     return "ragged_tiled" if tiled else "matmul_stream"
 
 

@@ -410,7 +410,7 @@ def _reason(path, platform, m, transpose, experts, implementation, kernel_us, de
                 else f"on {platform} the packed weights are read whatever the number of rows"
             )
         if kernel_us > dequantize_us:
-            return f"up to {_cuda_dispatch.TABLE_TOKENS} rows dequantizing weights with a table measured slower"
+            return "dequantizing weights with a table measured slower"
         return f"the model expects {dequantize_us / kernel_us:.2f} times the speed of dequantizing first"
     if path == "dequantize" and kernel_us is not None:
         return f"the model expects dequantizing first to be {kernel_us / dequantize_us:.2f} times as fast"

@@ -217,7 +217,7 @@ def test_experts_on_cuda(monkeypatch):
         assert kernels(8 * 384, 8 * 384 + 1, **options) == [flat, tall]
     for options in ({"group_size": 64}, {"group_size": 32} | offsets):
         assert kernels(8 * 128, 8 * 128 + 1, **options) == [flat, tall]
-    assert kernels(8 * 48 - 1, 8 * 48, n=1001) == [stream, tall]
+    assert kernels(8 * 8 - 1, 8 * 8, n=1001) == kernels(8 * 8 - 1, 8 * 8, mode="nf4") == [stream, tall]
     assert kernels(1, 4096, mode="nf4") == [stream, tall]
     assert kernels(1, 4096, mode="nf4", dtype=jnp.float32) == [stream, stream]
     assert kernels(8, 8 * 40, dtype=jnp.float16, n=1001) == [stream, stream]

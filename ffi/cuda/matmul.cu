@@ -157,9 +157,10 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     if (args.m >= (by_warpgroups ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
-      const tiled::Costs& of_tiles = args.shift_mode == ShiftMode::kTable ? costs::kTable : costs::kTiled;
+      const bool table = args.shift_mode == ShiftMode::kTable;  // streaming that again takes longer in any case
+      const tiled::Costs& of_tiles = table ? costs::kTable : costs::kTiled;
       const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
-      if (tiled_us < us) return tiled::launch(args, tiles, stream);
+      if (table || tiled_us < us) return tiled::launch(args, tiles, stream);
     }
     if (by_warpgroups) return warpgroup::launch(args, warpgroups, stream);
   }

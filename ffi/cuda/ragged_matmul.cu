@@ -104,9 +104,8 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   // Ids cost it two kernels more, which put the rows in order.
   const bool warpgroup = in_order && (!ids || args.m >= args.experts);
   const int rows = warpgroup ? ragged_warpgroup::tile_rows(args.product, args.m, args.experts) : 0;  // of a tile
-  const bool table = args.product.shift_mode == ShiftMode::kTable;
-  const int64_t least = table ? costs::kRaggedTiledRowsOfTables : costs::kRaggedTiledRows;  // were rows spread evenly
-  const bool tiled = in_order && rows == 0 && args.m >= least * args.experts && tiled::takes(args.product);
+  const bool many = args.m >= costs::kRaggedTiledRows * args.experts;  // were rows spread evenly
+  const bool tiled = in_order && rows == 0 && many && tiled::takes(args.product);
   if (rows == 0 && !tiled) return launch_stream(args, device, stream);
   ragged::Work work;
   cudaError_t error =

@@ -21,13 +21,13 @@ pytestmark = pytest.mark.gpu
 
 
 def held_to(x, weight, rows):
-    """The implementation whose bounds hold: with many rows of an expert weights are rounded to 16-bit activations', and
-    from half a row on those of four bits with scales of that type and groups of 32 or 64, float zeros or offsets."""
+    """The implementation whose bounds hold: with tens of rows of an expert weights may be rounded to 16-bit activations',
+    and from half a row on those of four bits with scales of that type and groups of 32 or 64, float zeros or offsets."""
     qt = weight.qt
     experts = len(qt.scales)
     floats = qt.offsets is not None or (qt.zeros is not None and qt.zeros.dtype != jnp.uint8)
     rounds = qt.bits == 4 and qt.scales.dtype == x.dtype and (floats or qt.group_size <= 64) and 2 * rows >= experts
-    return None if x.dtype.itemsize == 2 and (rounds or rows >= 48 * experts) else "cuda"
+    return None if x.dtype.itemsize == 2 and (rounds or rows >= 8 * experts) else "cuda"
 
 
 # Few and many rows of an expert, which different kernels take; odd shapes, and such as the copy engines accept.
