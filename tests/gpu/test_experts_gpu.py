@@ -21,8 +21,9 @@ pytestmark = pytest.mark.gpu
 
 
 def held_to(x, weight, rows):
-    """The implementation whose bounds hold: with tens of rows of an expert weights may be rounded to 16-bit activations',
-    and from half a row on those of four bits with scales of that type and groups of 32 or 64, float zeros or offsets."""
+    """The implementation whose bounds hold: with tens of rows of an expert weights may be rounded to 16-bit
+    activations', and from half a row on those of four bits with scales of that type and groups of 32 or 64, float zeros
+    or offsets."""
     qt = weight.qt
     experts = len(qt.scales)
     floats = qt.offsets is not None or (qt.zeros is not None and qt.zeros.dtype != jnp.uint8)
