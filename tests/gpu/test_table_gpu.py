@@ -33,7 +33,8 @@ def test_kernel(rng, group_size, x_dtype, scale_dtype):
         weight = random_weight(rng, k, n, group_size=group_size, mode="table", scale_dtype=scale_dtype)
         x = random_x(rng, (m, k), x_dtype)
         y = jw.matmul(x, weight.qt, implementation="cuda")
-        assert_product(y, x, as_kernels_see_it(weight, x_dtype))
+        # More tokens than the streaming kernel takes at once meet weights that are rounded.
+        assert_product(y, x, as_kernels_see_it(weight, x_dtype), rounded_weights=m > 16)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 9, 16, 17, 64, 300])
