@@ -201,11 +201,6 @@ __device__ __forceinline__ uint32_t first_tf32(uint32_t bits) { return bits & 0x
 __device__ __forceinline__ uint32_t second_tf32(uint32_t bits, uint32_t first) {
   return __float_as_uint(__uint_as_float(bits) - __uint_as_float(first));
 }
-__device__ __forceinline__ uint32_t rounded_tf32(float value) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(bits) : "f"(value));
-  return bits;
-}
 
 // Pair `index` of a word of four-bit codes, which is the codes c0 and c1 in nibbles `index` and `index` + 4. `pairs`:
 // the shared address of this lane's copy of entry 0. A product of two 16-bit numbers with two bytes gives the address,
@@ -230,8 +225,9 @@ __device__ __forceinline__ void multiply_entries(const uint4 (&words)[kAtoms], b
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float value = i == 0 ? two.x : two.y;
-        x[tile][0][i] = rounded_tf32(value);
-        x[tile][1][i] = rounded_tf32(value - __uint_as_float(x[tile][0][i]));
+        const float first = ptx::to_tf32(value);
+        x[tile][0][i] = __float_as_uint(first);
+        x[tile][1][i] = __float_as_uint(ptx::to_tf32(value - first));
       }
     }
     uint32_t w[2][kAtoms][4];  // the same of rows g and g + 8 of the first input and of the second

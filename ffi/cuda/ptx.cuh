@@ -237,6 +237,18 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], 
 #endif
 }
 
+// Rounded to tf32.
+__device__ __forceinline__ float to_tf32(float value) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(rounded) : "f"(value));
+  return __uint_as_float(rounded);
+#else
+  __trap();
+  return value;
+#endif
+}
+
 // Transposes an 8 x 8 matrix of 16-bit numbers over a warp: lane 4g + t holds row g, columns 2t and 2t + 1, before and
 // after. The packed format has pairs along the inputs, a product over the outputs wants them along those.
 __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {

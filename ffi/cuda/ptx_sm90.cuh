@@ -301,12 +301,6 @@ __device__ __forceinline__ void wgmma_u8s8(int (&d)[4], const uint4& a, uint64_t
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
 }
 
-__device__ __forceinline__ float to_tf32(float value) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;\n" : "=r"(rounded) : "f"(value));
-  return __uint_as_float(rounded);
-}
-
 // A NaN where either is one.
 __device__ __forceinline__ float largest_of(float a, float b) {
   float largest;
