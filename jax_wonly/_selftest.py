@@ -141,6 +141,11 @@ def _has_products(platform: str, dtype: str) -> bool:
     return platform == "cpu" or _cuda_dispatch.has_kernels(dtype)
 
 
+def _knows_tables(platform: str, transpose: bool) -> bool:
+    """Whether there are such products with a table: GPUs but Hopper dequantize it for gradients."""
+    return platform == "cpu" or not transpose or _cuda_dispatch.has_warpgroups()
+
+
 def _matmul(rng, platform: str) -> Iterator[Case]:
     rows = itertools.cycle((1, 5, 20) if platform == "cpu" else (1, 5, 20, 40, 130))
     plain = [(b, m, d, g, next(rows), 256 if g else 101, 72, None, False) for b, m, d, g in _schemes(platform)]
@@ -150,6 +155,7 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (4, "integer_zeros", "float16", 128, 3, 384, 130, "relu6", True),
         (4, "table", "bfloat16", 64, 3, 256, 130, None, False),
         (4, "table", "float16", None, 12, 101, 72, "silu", True),
+        (4, "table", "float32", 64, 9, 256, 130, "silu", True),
     ]
     # Weights of 1 MiB are what the decode kernel starts at.
     large = [
@@ -229,7 +235,10 @@ def _matmul_transposed(rng, platform: str) -> Iterator[Case]:
     if platform == "cuda" and not _cuda_dispatch.has_bf16():
         return
     rows = itertools.cycle((1, 5, 20, 90))
-    for bits, mode, dtype, size in itertools.islice(_schemes(platform), 0, None, 3 if platform == "cpu" else 2):
+    schemes = list(itertools.islice(_schemes(platform), 0, None, 3 if platform == "cpu" else 2))
+    if _knows_tables(platform, transpose=True):
+        schemes += [(4, "table", "bfloat16", 64), (4, "table", "float16", None)]
+    for bits, mode, dtype, size in schemes:
         m, k, n = next(rows), 256 if size else 101, 72
         weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype)
         dy = _x(rng, (m, n), dtype)
@@ -305,10 +314,9 @@ def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
         return
     experts, k, n = 4, 256, 72
     schemes = list(itertools.islice(_schemes(platform), 0, None, 4))
-    # GPUs dequantize weights with a table for gradients, and others than Hopper for experts.
-    if platform == "cpu" or (not transpose and _cuda_dispatch.has_warpgroups()):
+    if _knows_tables(platform, transpose):
         schemes.append((4, "table", "float16", 64))
-    schemes += [(4, "integer_zeros", "bfloat16", 64), (4, "offsets", "float16", 128)]
+    schemes += [(4, "integer_zeros", "bfloat16", 64), (4, "offsets", "float16", 128), (4, "offsets", "float32", 64)]
     for i, (bits, mode, dtype, size) in enumerate(schemes):
         if not _has_products(platform, dtype):
             continue
