@@ -373,7 +373,9 @@ def kernel(p: Product) -> str:
 
 
 def rounds_weights(p: Product) -> bool:
-    """Whether the kernel for a product rounds weights to the type of x."""
+    """Whether the kernel for a product rounds weights, or a table, to the type of x."""
+    if p.table:
+        return not p.split
     name = kernel(p)
     if name != "matmul_warpgroup" or p.split:
         return name in ("matmul_tiled", "matmul_mma")

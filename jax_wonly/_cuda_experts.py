@@ -39,9 +39,9 @@ def kernel(p: Product, *, ids: bool) -> str:
 
 def rounds_weights(p: Product, *, ids: bool) -> bool:
     """Whether that kernel rounds weights, or a table, to the type of x."""
-    name = kernel(p, ids=ids)
     if p.table:
         return not p.split
+    name = kernel(p, ids=ids)
     return name == "ragged_tiled" or (name == "ragged_warpgroup" and _rounds(p, tile_rows(p, ids=ids)))
 
 

@@ -251,7 +251,7 @@ def explain(
         if _abi.MATMUL in targets:
             apart = _cuda_dispatch.shift_apart(product)
             kernel = _cuda_dispatch.kernel(product.without_shift() if apart else product)
-            rounds = (mode == ShiftMode.TABLE and not product.split) or _cuda_dispatch.rounds_weights(product)
+            rounds = _cuda_dispatch.rounds_weights(product)
         elif _abi.QUANTIZED_MATMUL in targets:
             kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
