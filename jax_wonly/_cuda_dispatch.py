@@ -128,6 +128,13 @@ def has_mma() -> bool:
     return _gpu()[0] != "9.0" and _capability() >= (8, 0)
 
 
+def parameter_types(scale_dtype, shift_dtype):
+    """What scales and zeros or offsets are to a kernel of products: if float ones differ, float32 both."""
+    if shift_dtype is None or not jnp.issubdtype(shift_dtype, jnp.floating) or shift_dtype == scale_dtype:
+        return scale_dtype, shift_dtype
+    return jnp.dtype(jnp.float32), jnp.dtype(jnp.float32)
+
+
 class Product(NamedTuple):
     """``[batch, m, k] x [batch, k, n]``, the latter packed, as far as the choice of a kernel depends on it."""
 
@@ -241,9 +248,8 @@ def warpgroup_kernel(p: Product) -> bool:
 
 def _in_tiles(p: Product) -> bool:
     """As ``tiled::takes`` in ``ffi/cuda/matmul_tiled.cu``, which has the last word."""
-    known = (p.x_dtype, jnp.float32)
-    shift = p.table or not p.floats or p.shift_dtype in known
-    return not p.split and p.k % 8 == 0 and p.scale_dtype in known and shift
+    shift = p.table or not p.floats or p.shift_dtype == p.scale_dtype
+    return not p.split and p.k % 8 == 0 and p.scale_dtype in (p.x_dtype, jnp.float32) and shift
 
 
 def tiled_kernel(p: Product) -> bool:

@@ -238,7 +238,10 @@ def explain(
     mode = shift_mode_of(weight.zeros, weight.offsets) if weight.table is None else ShiftMode.TABLE
     kernel = kernel_us = dequantize_us = None
     rounds = None if transpose or activation_quantization is not None else x.dtype.itemsize == 2
-    types = (x.dtype, weight.scales.dtype, mode, getattr(shift, "dtype", None))
+    scale_dtype, shift_dtype = weight.scales.dtype, getattr(shift, "dtype", None)
+    if not transpose and mode != ShiftMode.TABLE:
+        scale_dtype, shift_dtype = _cuda_dispatch.parameter_types(scale_dtype, shift_dtype)
+    types = (x.dtype, scale_dtype, mode, shift_dtype)
     product = _cuda_dispatch.Product(m, k, n, batch, bits, *types, groups=weight.scales.shape[-2])
     ids = experts != "sizes"
     if platform == "cuda" and _abi.RAGGED_MATMUL in targets:

@@ -95,10 +95,21 @@ class Weight:
 
 
 def random_weight(
-    rng, k, n, *, bits=4, group_size=None, mode="symmetric", scale_dtype="float32", lead=(), zero_scales=0.0
+    rng,
+    k,
+    n,
+    *,
+    bits=4,
+    group_size=None,
+    mode="symmetric",
+    scale_dtype="float32",
+    shift_dtype=None,
+    lead=(),
+    zero_scales=0.0,
 ) -> Weight:
     """Independent random codes, scales and zeros or offsets, so that no value is special.
 
+    ``shift_dtype``: the type of float zeros or offsets, unless it is that of the scales.
     ``mode="table"``: codes index a table of random values. ``zero_scales``: that share of all scales is zero, and half
     as many are 2^-120, or as little as their type has.
     """
@@ -117,9 +128,9 @@ def random_weight(
     if mode == "integer_zeros":
         zeros = rng.integers(0, 2**bits, shape).astype(np.uint8)
     elif mode == "float_zeros":
-        zeros = rng.uniform(-1, 2**bits, shape).astype(dtype)
+        zeros = rng.uniform(-1, 2**bits, shape).astype(DTYPES[shift_dtype or scale_dtype])
     elif mode == "offsets":
-        offsets = rng.normal(-0.5, 1.0, shape).astype(dtype)
+        offsets = rng.normal(-0.5, 1.0, shape).astype(DTYPES[shift_dtype or scale_dtype])
 
     def spread(a):
         return np.repeat(np.asarray(a).astype(np.float64), g, axis=-2)

@@ -59,14 +59,17 @@ def test_heights_of_some_schemes():
     all_schemes, few = set(itertools.product((4, 8), (False, True), (False, True))), {(4, False, False)}
     for tokens in (80, 120, 144, 160):
         assert schemes[tokens, 2] == few
-    for tokens in (96, 112, 128, 136, 152):
+    for tokens in (96, 112, 128, 152):
         assert schemes[tokens, 2] == all_schemes
     assert schemes[176, 2] == {row for row in all_schemes if row[0] == 4}
-    assert schemes[104, 2] == schemes[176, 2] | {(8, False, False), (8, False, True)}
-    for tokens in (96, 120, 128, 152, 176, 184, 192):
+    large_groups = schemes[176, 2] | {(8, False, False), (8, False, True)}
+    for tokens in (104, 136):
+        assert schemes[tokens, 2] == large_groups
+    for tokens in (96, 128, 152, 176, 192):
         assert schemes[tokens, 3] == all_schemes
     assert schemes[64, 3] == {(4, False, False), (4, False, True)}
-    for tokens in (72, 200, 216):
+    assert schemes[120, 3] == schemes[176, 2] | {(8, False, False)}
+    for tokens in (72, 184, 200, 216):
         assert schemes[tokens, 3] == schemes[176, 2]
 
 

@@ -162,10 +162,12 @@ def test_float32_scales_of_many_tokens(monkeypatch, warpgroups, x):
             *((ShiftMode.NONE, None), (ShiftMode.ZEROS, jnp.uint8), (ShiftMode.ZEROS, x), (ShiftMode.OFFSETS, x)),
             *((ShiftMode.ZEROS, jnp.float32), (ShiftMode.OFFSETS, jnp.float32)),
         ):
-            product = Product(m, 8192, 8192, 1, 4, x, jnp.float32, mode, shift, groups=64)
+            scales, shift = _cuda_dispatch.parameter_types(jnp.dtype(jnp.float32), shift and jnp.dtype(shift))
+            product = Product(m, 8192, 8192, 1, 4, x, scales, mode, shift, groups=64)
             assert _cuda_dispatch.kernel(product) == ("matmul_tiled" if warpgroups else "matmul_stream")
             assert _cuda_dispatch.rounds_weights(product) == warpgroups
-            alike = product._replace(scale_dtype=x)
+            scales, shift = _cuda_dispatch.parameter_types(jnp.dtype(x), shift)
+            alike = product._replace(scale_dtype=scales, shift_dtype=shift)
             tiles = "matmul_tiled" if warpgroups else "matmul_mma" if shift != jnp.float32 else "matmul_stream"
             assert _cuda_dispatch.kernel(alike) == tiles
 

@@ -27,16 +27,7 @@ SOURCES += [f"ragged_{name}" for name in ("matmul", "resident", "tiled", "warpgr
 SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
 KERNELS = ["matmul_mma", "ragged_plan"]
-RAGGED = (
-    "decode",
-    "resident",
-    "stream",
-    "stream_table",
-    "tiled",
-    "warpgroup",
-    "transposed_stream",
-    "transposed_warpgroup",
-)
+RAGGED = ("decode", "resident", "stream", "tiled", "warpgroup", "transposed_stream", "transposed_warpgroup")
 KERNELS += [f"ragged_{name}_kernels" for name in RAGGED]
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
 H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor
@@ -273,7 +264,7 @@ def test_ragged_products(rng, monkeypatch, dispatcher, gpu):
         warpgroups = name == "ragged_warpgroup_matmul"
         ordered = ids and (name == "tiled_matmul" or (warpgroups and not product.split))
         assert ("order_rows" in said) == ordered, (product, mode, kernels)
-        assert ("split_rows" in said) == (warpgroups and product.split), (product, mode, kernels)
+        assert ("split_activations" in said) == (warpgroups and product.split), (product, mode, kernels)
     kernels = {"ragged_resident", "ragged_warpgroup", "ragged_tiled", "matmul_decode"}
     assert seen == (kernels if gpu[0] == 90 else set()) | {"matmul_stream"}
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import jax
@@ -26,6 +27,25 @@ def test_checks_are_needed(rng):
     x = random_x(rng, (3, 64))
     with pytest.raises(ValueError, match="wonly_matmul_v1"):
         export.export(jax.jit(jw.matmul))(x, weight.qt)
+
+
+@pytest.mark.parametrize(
+    ("scales", "zeros"), [("bfloat16", "float32"), ("float32", "float16"), ("bfloat16", "bfloat16")]
+)
+def test_types_of_parameters_on_cuda(rng, scales, zeros):
+    """Kernels take scales and float zeros of one type: float32 where they differ."""
+    weight = random_weight(
+        rng, 64, 70, group_size=32, mode="float_zeros", scale_dtype=scales, shift_dtype=zeros, lead=(3,)
+    )
+    x, sizes = random_x(rng, (5, 64), "bfloat16"), jnp.array([1, 1, 3], jnp.int32)
+    matmul, ragged_dot = (partial(f, implementation="cuda") for f in (jw.matmul, jw.ragged_dot))
+    expected = zeros if scales == zeros else "float32"
+    for text in (
+        exported(matmul, x, weight.qt, platforms=("cuda",)).mlir_module(),
+        exported(ragged_dot, x, weight.qt, sizes, platforms=("cuda",)).mlir_module(),
+    ):
+        (call,) = (line for line in text.splitlines() if "custom_call @wonly_" in line)
+        assert call.count({"float32": "tensor<3x2x70xf32>", "bfloat16": "tensor<3x2x70xbf16>"}[expected]) == 2, call
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -26,9 +26,10 @@ bool supports(const ConvArgs& args) {
     return axis.stride <= 8 && last <= 255 && axis.low >= -127 && axis.low <= 128 && high >= -128 && high <= 127;
   };
   // They are rounded to x's type, which would be felt where they are of a wider one.
-  const bool shift = product.shift_mode == ShiftMode::kNone || product.shift_dtype == product.x_dtype ||
+  const bool alike = product.scale_dtype == product.x_dtype;
+  const bool shift = product.shift_mode == ShiftMode::kNone || (alike && product.shift_dtype == product.x_dtype) ||
                      (product.shift_mode == ShiftMode::kZeros && product.shift_dtype == DType::kU8);
-  const bool parameters = (product.scale_dtype == product.x_dtype || product.scale_dtype == DType::kF32) && shift;
+  const bool parameters = (alike || product.scale_dtype == DType::kF32) && shift;
   return sixteen_bits && parameters && product.shift_mode != ShiftMode::kTable && product.k % 8 == 0 && product.k > 0 &&
          product.m > 0 && whole(args.geometry.height) && whole(args.geometry.width) && reaches(geometry.height) &&
          reaches(geometry.width) &&

@@ -298,7 +298,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int k_tiles = (inputs + tile_k(S::kBits) - 1) / tile_k(S::kBits);
 
   ragged::OneTile rows;
-  int repeat = 1;
   if constexpr (Tokens::kRagged) {
     // The tiles that there are share all CTAs, those of a tile its outputs.
     int parts = 1, part_of_tile = 0;
@@ -315,7 +314,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (first_atom == end_atom) return;
     batch = rows.expert;
     tokens = rows.rows;
-    repeat = source.work.repeat;
     if (rows.expert < 0) {
       const int outputs = min((end_atom - first_atom) * kAtomN, static_cast<int>(args.n) - first_atom * kAtomN);
       for (int i = threadIdx.x; i < outputs * tokens; i += S::kThreads) {
@@ -330,8 +328,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     return static_cast<int64_t>(token);
   };
   const auto x_row_of = [&](int token) {
-    if constexpr (Tokens::kRagged)
-      return static_cast<int64_t>(repeat == 1 ? rows.row(token) : rows.row(token) / repeat);
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(ragged::x_row(source.work, rows.row(token)));
     return static_cast<int64_t>(token);
   };
 

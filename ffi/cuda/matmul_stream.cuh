@@ -329,14 +329,12 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   int64_t batch = blockIdx.z;
   int tokens = static_cast<int>(min(static_cast<int64_t>(8 * kTokenTiles), args.m - m0));
   ragged::OneTile rows;
-  int repeat = 1;
   if constexpr (Tokens::kRagged) {
     const int id = ragged::load_id(source.work);
     const int tile = source.first_tile + static_cast<int>(blockIdx.y);
     if (!ragged::find_tile(source.work, id, tile, shared + source.plan_at, &rows)) return;  // all CTAs of a cluster
     batch = rows.expert;
     tokens = rows.rows;
-    repeat = source.work.repeat;
     if (rows.expert < 0) {
       if (rank != 0) return;
       for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
@@ -352,8 +350,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     return m0 + token;
   };
   const auto x_row_of = [&](int token) {
-    if constexpr (Tokens::kRagged)
-      return static_cast<int64_t>(repeat == 1 ? rows.row(token) : rows.row(token) / repeat);
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(ragged::x_row(source.work, rows.row(token)));
     return m0 + token;
   };
 
@@ -623,34 +620,22 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     if (++stage == end_stage) stage = first_stage;
   }
 
-  // A table's are single sums: what is left of an infinity is no number.
-  const auto is_exceptional = [&](int tile, int atom, int i) {
-    return kEntries ? !(fabsf(acc[atom][tile][i]) < INFINITY) : exceptional[tile][i % 2];
-  };
-  bool any = false;
+  // Sums to be made again, a bit for each. A table's are single sums: what is left of an infinity is no number.
+  static_assert(kTokenTiles * kAtoms * 4 <= 32);
+  uint32_t again = 0;
 #pragma unroll
   for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      constexpr uint32_t kOfAtoms = 0x1111u & ((1u << 4 * kAtoms) - 1);
+      const int at = tile * kAtoms * 4 + i;
+      if constexpr (kEntries) {
 #pragma unroll
-      for (int atom = 0; atom < (kEntries ? kAtoms : 1); ++atom) any |= is_exceptional(tile, atom, i);
-    }
-  }
-  if (any) {
-    const int64_t k_begin = static_cast<int64_t>(first_stage) * kStageK;
-    const int64_t k_end = min(static_cast<int64_t>(end_stage) * kStageK, args.k);
-#pragma unroll
-    for (int tile = 0; tile < kTokenTiles; ++tile) {
-#pragma unroll
-      for (int atom = 0; atom < kAtoms; ++atom) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = tile * 8 + 2 * t + i % 2;
-          const int64_t n = n0 + atom * kAtomN + i / 2 * 8 + g;
-          if (is_exceptional(tile, atom, i) && token < tokens && n < args.n) {
-            acc[atom][tile][i] = exact_sum<kTable>(args, batch, x_row_of(token), n, k_begin, k_end);
-          }
+        for (int atom = 0; atom < kAtoms; ++atom) {
+          again |= static_cast<uint32_t>(!(fabsf(acc[atom][tile][i]) < INFINITY)) << (at + atom * 4);
         }
+      } else if (exceptional[tile][i % 2]) {
+        again |= kOfAtoms << at;
       }
     }
   }
@@ -670,8 +655,21 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
       }
     }
   }
+  if (again != 0) {
+    const int64_t k_begin = static_cast<int64_t>(first_stage) * kStageK;
+    const int64_t k_end = min(static_cast<int64_t>(end_stage) * kStageK, args.k);
+#pragma unroll 1
+    for (; again != 0; again &= again - 1) {
+      const int at = __ffs(again) - 1, i = at % 4, atom = at / 4 % kAtoms, tile = at / (4 * kAtoms);
+      const int token = tile * 8 + 2 * t + i % 2, row = atom * kAtomN + i / 2 * 8 + g;
+      if (token < tokens && n0 + row < args.n) {
+        partial[token * kStride + row] = exact_sum<kTable>(args, batch, x_row_of(token), n0 + row, k_begin, k_end);
+      }
+    }
+  }
   __syncthreads();
   float* total = reinterpret_cast<float*>(rings + warps * params.warp_bytes);
+#pragma unroll 1
   for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
     const int token = i / kRows, row = i % kRows;
     float value = 0.f;
@@ -688,6 +686,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
   if (params.cluster > 1) {
     __syncthreads();
     ptx::cluster_share();
+#pragma unroll 1
     for (int i = rank * blockDim.x + threadIdx.x; i < tokens * kRows; i += params.cluster * blockDim.x) {
       float value = 0.f;
       for (int other = 0; other < params.cluster; ++other) value += ptx::load_shared_of_rank(total + i, other);

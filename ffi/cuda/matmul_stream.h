@@ -1,4 +1,4 @@
-// The small-M product (matmul_stream.cuh), one compiled file per activation type and one for tables.
+// The small-M product (matmul_stream.cuh): one compiled file, and one for tables.
 #pragma once
 
 #include "cuda/matmul.h"
@@ -26,7 +26,6 @@ cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 // ShiftMode::kTable.
 cudaError_t launch_table(const MatmulArgs& args, const Config& config, cudaStream_t stream);
-cudaError_t launch_table_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
 // Whether ragged products have tiles of 16 rows: with four bits, and in float32, two of 8 rows take less.
 constexpr bool has_wide_tiles(int bits, int x_size) { return bits == 8 && x_size == 2; }

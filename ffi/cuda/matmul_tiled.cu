@@ -10,7 +10,7 @@ bool takes(const MatmulArgs& args) {
   const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
   const bool table = args.shift_mode == ShiftMode::kTable, none = args.shift_mode == ShiftMode::kNone;
   return sixteen_bits && args.k % 8 == 0 && known(args.scale_dtype) &&
-         (table || none || args.shift_dtype == DType::kU8 || known(args.shift_dtype));
+         (table || none || args.shift_dtype == DType::kU8 || args.shift_dtype == args.scale_dtype);
 }
 
 bool supports(const MatmulArgs& args) { return args.k > 0 && args.m > 0 && takes(args); }

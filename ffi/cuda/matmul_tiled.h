@@ -11,7 +11,7 @@ constexpr int kStageInputs = 64;
 
 struct Config {
   int multiprocessors;      // to spread over
-  int tokens;               // of a tile: 64, 144, 160, 168, ..., kTileTokens; in convolutions whole 64
+  int tokens;               // of a tile: 64, 144, 168, 184, 192, ..., kTileTokens; in convolutions whole 64
   int splits;               // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
   int ctas = kClusterCtas;  // of a cluster; 1 in convolutions alone
 };
@@ -49,8 +49,8 @@ struct Costs {
 // returns the microseconds that it should take.
 float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config);
 
-// 16-bit activations whose rows the tensor copy engine can fetch; scales (and zeros or offsets, unless uint8) of the
-// same type or float32, which are rounded to it: what the kernels of tiled.cuh take, whatever their tiles are of.
+// 16-bit activations whose rows the tensor copy engine can fetch; scales of the same type or float32, which are rounded
+// to it, and zeros or offsets of theirs, or uint8: what the kernels of tiled.cuh take, whatever their tiles are of.
 bool takes(const MatmulArgs& args);
 // The same, and something to compute.
 bool supports(const MatmulArgs& args);

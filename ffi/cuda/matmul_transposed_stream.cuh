@@ -251,7 +251,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   const int64_t k0 = static_cast<int64_t>(strip) * kStripK;
   int tokens = static_cast<int>(min(static_cast<int64_t>(kTokens), args.m - m0));
   const int* rows = nullptr;  // of the result
-  int repeat = 1;
   if constexpr (Tokens::kRagged) {
     int* const of_tile = reinterpret_cast<int*>(shared + source.plan_at);
     const ragged::Plan plan = ragged::get_plan(source.work, shared + source.plan_at + kTileRowBytes);
@@ -261,7 +260,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     batch = span.expert;
     tokens = min(kTokens, span.rows - first);
     rows = of_tile;
-    repeat = source.work.repeat;
     if (threadIdx.x < tokens) of_tile[threadIdx.x] = plan.row(span.first + first + threadIdx.x);
     __syncthreads();
     if (span.expert < 0) {
@@ -278,7 +276,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     return m0 + token;
   };
   const auto dy_row_of = [&](int token) {
-    if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows[token] / repeat);
+    if constexpr (Tokens::kRagged) return static_cast<int64_t>(ragged::x_row(source.work, rows[token]));
     return m0 + token;
   };
 
@@ -710,6 +708,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       ptx::barrier_expect(received_barrier, (cluster - 1) * own_tokens * kStripK * 4);
     }
     ptx::cluster_wait();
+#pragma unroll 1
     for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
       const int token = i / kQuads, quad = i % kQuads;
       int owner;
@@ -720,6 +719,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     }
   }
 #endif
+#pragma unroll 1
   for (int i = threadIdx.x; i < tokens * kQuads; i += blockDim.x) {
     const int token = i / kQuads, quad = i % kQuads;
     float4 sum;
@@ -743,11 +743,13 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     const int64_t k = k0 + quad * 4;
     if (k >= args.k) continue;
     if (!(fabsf(sum.x) < INFINITY && fabsf(sum.y) < INFINITY && fabsf(sum.z) < INFINITY && fabsf(sum.w) < INFINITY)) {
-#pragma unroll
-      for (int of_quad = 0; of_quad < 4; ++of_quad) {
-        if (!(fabsf(values[of_quad]) < INFINITY) && k + of_quad < args.k) {
-          values[of_quad] = exact_sum_transposed(args, batch, dy_row_of(token), k + of_quad);
+#pragma unroll 1
+      for (int of_quad = 0; of_quad < 4; ++of_quad) {  // each in turn the first: one copy of the code
+        float next = values[0];
+        if (!(fabsf(next) < INFINITY) && k + of_quad < args.k) {
+          next = exact_sum_transposed(args, batch, dy_row_of(token), k + of_quad);
         }
+        values[0] = values[1], values[1] = values[2], values[2] = values[3], values[3] = next;
       }
     }
     store4(args.y, (batch * args.m + row_of(token)) * args.k, k, args.k, values, args.y_dtype);

@@ -1370,22 +1370,24 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
     if (config.warpgroups == 1 && config.tokens == 64) return launch(t64, one);
     if (config.warpgroups == 2 && config.tokens == 96) return launch(t96, two);
     if (config.warpgroups == 2 && config.tokens == 112) return launch(t112, two);
-    if (config.warpgroups == 2 && config.tokens == 136) return launch(t136, two);
     if (config.warpgroups == 2 && config.tokens == 152) return launch(t152, two);
     if (config.warpgroups == 3 && config.tokens == 96) return launch(t96, three);
-    if (config.warpgroups == 3 && config.tokens == 120) return launch(t120, three);
     if (config.warpgroups == 3 && config.tokens == 128) return launch(t128, three);
     if (config.warpgroups == 3 && config.tokens == 152) return launch(t152, three);
     if (config.warpgroups == 3 && config.tokens == 176) return launch(t176, three);
-    if (config.warpgroups == 3 && config.tokens == 184) return launch(t184, three);
     if (config.warpgroups == 3 && config.tokens == 192) return launch(t192, three);
   }
   if constexpr (kRounded && (kBits == 4 || kFlushes == 1)) {
     if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
+    if (config.warpgroups == 2 && config.tokens == 136) return launch(t136, two);
+  }
+  if constexpr (kRounded && (kBits == 4 || (kFlushes == 1 && kKind == Kind::kRounded))) {
+    if (config.warpgroups == 3 && config.tokens == 120) return launch(t120, three);
   }
   if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit or two, or weights bind
     if (config.warpgroups == 2 && config.tokens == 176) return launch(t176, two);
     if (config.warpgroups == 3 && config.tokens == 72) return launch(t72, three);
+    if (config.warpgroups == 3 && config.tokens == 184) return launch(t184, three);
     if (config.warpgroups == 3 && config.tokens == 200) return launch(t200, three);
     if (config.warpgroups == 3 && config.tokens == 216) return launch(t216, three);
   }

@@ -3,27 +3,11 @@
 #include <algorithm>
 
 #include "cuda/element.cuh"
-#include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.cuh"
-#include "cuda/split_row.cuh"
+#include "cuda/split_activations.cuh"
 
 namespace wonly::warpgroup {
 namespace {
-
-constexpr int kMostSplitThreads = 1024;
-
-// A CTA takes a token. `vectors`: of kSplitEach inputs, of a token.
-__global__ void __launch_bounds__(kMostSplitThreads)
-    split_activations(const float4* x, uint4* pieces, float* powers, int vectors) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  ptx::let_next_kernel_begin();
-  const int64_t row = blockIdx.x, first = row * vectors;
-  split_row(x + 2 * first, pieces + first, pieces + first + static_cast<int64_t>(gridDim.x) * vectors, powers + row,
-            vectors);
-#else
-  __trap();
-#endif
-}
 
 template <int kBits, int kFlushes>
 cudaError_t launch_split(const SplitParams& params, const Config& config, cudaStream_t stream) {
@@ -62,20 +46,14 @@ cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_
   params.log2_group_blocks = log2_group_blocks(args);
   const int64_t rows = split_rows(args);
   const int64_t x_batch = args.x_batch_stride == 0 ? 1 : args.batch;
-  const int vectors = static_cast<int>(args.k / kSplitEach);
   for (int64_t first = 0; first < args.m; first += rows) {
     params.args.m = std::min(rows, args.m - first);
     params.args.x = static_cast<const float*>(args.x) + first * args.k;
     params.args.y = static_cast<uint8_t*>(args.y) + first * args.n * element_size(args.y_dtype);
-    const int64_t tokens = x_batch * params.args.m;
-    auto* const pieces = static_cast<uint4*>(args.scratch);
-    auto* const powers = reinterpret_cast<float*>(pieces + SplitRows::kPieces * tokens * vectors);
+    float* powers;
+    cudaError_t error = launch_split_activations(params.args.x, nullptr, Divisor(), x_batch * params.args.m, args.k,
+                                                 args.scratch, &powers, stream);
     params.powers = powers;
-    LaunchShape shape;
-    shape.grid = dim3(static_cast<unsigned>(tokens));
-    shape.threads = std::clamp((vectors + 31) / 32 * 32, 128, kMostSplitThreads);
-    cudaError_t error = launch_kernel(split_activations, shape, stream, static_cast<const float4*>(params.args.x),
-                                      pieces, powers, vectors);
     if (error == cudaSuccess) {
       error = args.bits == 4 ? launch_bits<4>(params, config, stream) : launch_bits<8>(params, config, stream);
     }

@@ -81,9 +81,10 @@ constexpr int kOrderThreads = 256;
 
 // Rows of x in the plan's order, in vectors of 16 bytes.
 __global__ void __launch_bounds__(kOrderThreads)
-    order_rows(const uint4* x, uint4* to, const int* order, int rows, int repeat, int vectors) {
-  for (int at = blockIdx.x; at < rows; at += gridDim.x) {
-    const uint4* const from = x + static_cast<int64_t>(order[at] / repeat) * vectors;
+    order_rows(const uint4* x, uint4* to, const __grid_constant__ Work work, int vectors) {
+  const int* const order = planned_order(work);
+  for (int at = blockIdx.x; at < work.m; at += gridDim.x) {
+    const uint4* const from = x + static_cast<int64_t>(x_row(work, order[at])) * vectors;
     for (int i = threadIdx.x; i < vectors; i += kOrderThreads) to[static_cast<int64_t>(at) * vectors + i] = from[i];
   }
 }
@@ -110,14 +111,19 @@ cudaError_t order(const RaggedArgs& args, const Work& work, const void** x, cuda
   shape.threads = kOrderThreads;
   *x = ordered;
   return launch_kernel(order_rows, shape, stream, static_cast<const uint4*>(args.product.x),
-                       static_cast<uint4*>(ordered), planned_order(work), work.m, work.repeat,
+                       static_cast<uint4*>(ordered), work,
                        static_cast<int>(args.product.k * element_size(args.product.x_dtype) / 16));
 }
 
 Work own_work(const RaggedArgs& args, int tile_rows) {
-  return {
-      args.rows, args.row_mode, static_cast<int>(args.experts), static_cast<int>(args.m), static_cast<int>(args.repeat),
-      tile_rows, nullptr};
+  Work work{};
+  work.rows = args.rows;
+  work.row_mode = args.row_mode;
+  work.experts = static_cast<int>(args.experts);
+  work.m = static_cast<int>(args.m);
+  work.repeat = Divisor(static_cast<int>(args.repeat));
+  work.tile_rows = tile_rows;
+  return work;
 }
 
 cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,

@@ -19,6 +19,12 @@ struct Plan {
   __device__ int row(int position) const { return order == nullptr ? position : order[position]; }
 };
 
+// The row of x that a row of the product takes.
+__device__ __forceinline__ int x_row(const Work& work, int row) {
+  int rest;
+  return work.repeat.divide(row, &rest);
+}
+
 __device__ __forceinline__ int tiles_of(int rows, int tile_rows) { return (rows + tile_rows - 1) / tile_rows; }
 
 // Sums over the lanes up to this one, at most `limit`.

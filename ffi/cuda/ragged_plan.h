@@ -5,6 +5,7 @@
 // the plan for itself, in shared memory; else a kernel before the product leaves it in the call's scratch.
 #pragma once
 
+#include "cuda/division.h"
 #include "cuda/ragged.h"
 #include "layout.h"
 
@@ -26,7 +27,8 @@ struct alignas(16) Counts {
 struct Work {
   const int32_t* rows;
   RowMode row_mode;
-  int experts, m, repeat;
+  int experts, m;
+  Divisor repeat;
   int tile_rows;
   Counts* counts;  // of the plan in scratch; null where CTAs plan for themselves
 };

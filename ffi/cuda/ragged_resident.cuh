@@ -233,8 +233,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
     ptx::barrier_expect(arrived, row_count * row_bytes);
 #pragma unroll 1
     for (int i = 0; i < row_count; ++i) {
-      const int row = rows.row(i), x_row = work.repeat == 1 ? row : divide(row, work.repeat);
-      ptx::bulk_copy(x + i * params.x_row_bytes, params.x + int64_t{x_row} * row_bytes, row_bytes, arrived);
+      const int64_t x_row = ragged::x_row(work, rows.row(i));
+      ptx::bulk_copy(x + i * params.x_row_bytes, params.x + x_row * row_bytes, row_bytes, arrived);
     }
   }
 
@@ -451,7 +451,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
         float value = i < 2 ? i == 0 ? sum[0] : sum[1] : i == 2 ? sum[2] : sum[3];
         // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a weight
         // times it is.
-        if (S::kSums && !isfinite(value)) value = exact_sum(args, expert, of_one / work.repeat, output, 0, args.k);
+        if (S::kSums && !isfinite(value))
+          value = exact_sum(args, expert, ragged::x_row(work, of_one), output, 0, args.k);
         finish(args, expert, of_one, output, value);
       }
     }

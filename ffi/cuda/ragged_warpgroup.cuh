@@ -6,8 +6,8 @@
 // warpgroups of 64 outputs share the rows' activations, and multiply about as many columns as a tile has rows. Sums of
 // a group are exact products of 16-bit numbers in float32, and its scale multiplies them there; or weights are rounded
 // (`kind_of` says which), half a stage of them while the tensor cores multiply the half before. A row's result does not
-// depend on other rows. Of float32 rows both numbers that each has become (split_row.cuh) multiply the same weights, in
-// tiles of up to 64 rows.
+// depend on other rows. Of float32 rows both numbers that each has become (split_activations.cuh) multiply the same
+// weights, in tiles of up to 64 rows.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_warpgroup.h"
 #include "cuda/rounded_weights.cuh"
-#include "cuda/split_row.cuh"
+#include "cuda/split_activations.cuh"
 #include "cuda/tensor_map.h"
 
 namespace wonly::ragged_warpgroup {
@@ -690,37 +690,19 @@ inline Kind kind_of(const MatmulArgs& args, int tile_rows) {
   return warpgroup::is_plain(args) ? Kind::kPlain : Kind::kOther;
 }
 
-// float32 rows, each in a CTA, as two fp16 numbers: [2, rows, inputs], by position, and what undoes their powers of
-// two.
-constexpr int kMostSplitThreads = 1024;
-__global__ void __launch_bounds__(kMostSplitThreads)
-    split_rows(const float4* x, const int* order, int repeat, uint4* pieces, float* powers, int vectors) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const int64_t at = blockIdx.x, row = order == nullptr ? at : order[at] / repeat;
-  uint4* const high = pieces + at * vectors;
-  split_row(x + 2 * row * vectors, high, high + static_cast<int64_t>(gridDim.x) * vectors, powers + at, vectors);
-#else
-  __trap();
-#endif
-}
-
 inline cudaError_t launch_split(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
                                 cudaStream_t stream) {
   Params params{};
   params.args = args;
   params.work = work;
   params.log2_group_blocks = log2_group_blocks(args);
-  const int log2 = params.log2_group_blocks, vectors = static_cast<int>(args.k / kSplitEach);
-  auto* const pieces = static_cast<uint4*>(args.scratch);
-  auto* const powers = reinterpret_cast<float*>(pieces + int64_t{2} * work.m * vectors);
+  const int log2 = params.log2_group_blocks;
   const int* const order = work.row_mode == RowMode::kIds ? ragged::planned_order(work) : nullptr;
-  LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(work.m));
-  shape.threads = std::clamp((vectors + 31) / 32 * 32, 128, kMostSplitThreads);
-  const cudaError_t error = launch_kernel(split_rows, shape, stream, static_cast<const float4*>(args.x), order,
-                                          work.repeat, pieces, powers, vectors);
+  float* powers;
+  const cudaError_t error =
+      launch_split_activations(args.x, order, work.repeat, work.m, args.k, args.scratch, &powers, stream);
   if (error != cudaSuccess) return error;
-  params.args.x = pieces;
+  params.args.x = args.scratch;
   params.powers = powers;
   const auto launch = [&](auto bits, auto flushes) {
     constexpr int kWarpgroups =

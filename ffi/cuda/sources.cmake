@@ -66,7 +66,7 @@ if(wonly_build_cuda)
   file(GLOB wonly_cuda_kernels CONFIGURE_DEPENDS ffi/cuda/*.cu)
   # Kernels of sm_90a alone: compiled for nothing else, where it is among the architectures.
   set(wonly_sm90_kernels ${wonly_cuda_kernels})
-  list(FILTER wonly_sm90_kernels INCLUDE REGEX "(decode_kernels|resident_|warpgroup_|tiled_|quantized_matmul_|/conv_b?f16|/band_conv_kernels).*[.]cu$")
+  list(FILTER wonly_sm90_kernels INCLUDE REGEX "(decode_kernels|resident_|warpgroup_|tiled_|quantized_matmul_|/conv_kernels|/band_conv_kernels).*[.]cu$")
   list(REMOVE_ITEM wonly_cuda_kernels ${wonly_sm90_kernels})
   # Host code alone (dispatchers and launches, without a kernel): a C++ compiler takes a fifth of nvcc's time for it.
   set(wonly_cuda_host conv direct_conv launch matmul matmul_decode matmul_resident matmul_stream matmul_tiled

@@ -62,15 +62,13 @@ struct Tile {
 
 // The heights that a kernel multiplies, in rising order. More of them in one kernel leave `ptxas` short of registers,
 // and low ones have room for more stages.
-enum class Heights { kWhole, kLow, kMiddle, kHigh, kEven };
+enum class Heights { kWhole, kLow, kHigh, kEven };
 template <Heights>
 struct HeightsOf;
 template <>
 struct HeightsOf<Heights::kWhole> : std::integer_sequence<int, 64, 128, 192, 256> {};
 template <>
-struct HeightsOf<Heights::kLow> : std::integer_sequence<int, 64, 144, 160> {};
-template <>
-struct HeightsOf<Heights::kMiddle> : std::integer_sequence<int, 64, 168, 176, 184, 200, 208> {};
+struct HeightsOf<Heights::kLow> : std::integer_sequence<int, 64, 144, 168, 184, 200, 208> {};
 template <>
 struct HeightsOf<Heights::kHigh> : std::integer_sequence<int, 64, 216, 232, 240, 248> {};
 template <>
@@ -416,14 +414,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       };
       const auto with_shift = [&](auto scale) {
-        if constexpr (S::kTable) return fill(scale, NoShift{});
-        if constexpr (S::kZeros) {
-          if (args.shift_dtype == DType::kU8) return fill(scale, uint8_t{});
-          if (args.shift_dtype == DType::kF32) return fill(scale, float{});
+        if constexpr (S::kTable || (!S::kZeros && std::is_same_v<decltype(scale), float>)) {
+          return fill(scale, NoShift{});
         } else {
-          if (args.shift_mode == ShiftMode::kNone) return fill(scale, NoShift{});
+          if (!S::kZeros && args.shift_mode == ShiftMode::kNone) return fill(scale, NoShift{});
+          if (S::kZeros && args.shift_dtype == DType::kU8) return fill(scale, uint8_t{});
+          fill(scale, scale);  // of the same type
         }
-        fill(scale, X{});
       };
       if (args.scale_dtype == DType::kF32) {
         with_shift(float{});

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir, xla
 
+from jax_wonly._abi import ShiftMode
+
 NATIVE_PLATFORMS = ("cpu", "cuda")
 
 
@@ -59,3 +61,13 @@ def align_varying(*operands: jax.Array) -> list[jax.Array]:
     return [
         jax.lax.pcast(a, tuple(sorted(every - varying(a))), to="varying") if every - varying(a) else a for a in operands
     ]
+
+
+def parameters_alike(scales: jax.Array, rest: Sequence[jax.Array], shift_mode: ShiftMode) -> tuple[jax.Array, ...]:
+    """Scales and what follows them, for a CUDA kernel of products: float zeros or offsets of the scales' type."""
+    if shift_mode == ShiftMode.NONE:
+        return scales, *rest
+    from jax_wonly import _cuda_dispatch
+
+    types = _cuda_dispatch.parameter_types(scales.dtype, rest[0].dtype)
+    return scales.astype(types[0]), rest[0].astype(types[1]), *rest[1:]

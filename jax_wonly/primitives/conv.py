@@ -192,8 +192,8 @@ def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None
         elif (
             len(window.size) in (1, 2)
             and p.table is None
-            # The kernel rounds zeros and offsets to the type of x.
-            and (not shift or shift[0].dtype in (jnp.uint8, x.dtype))
+            # The kernel rounds zeros and offsets to the type of x, and takes scales of theirs alone.
+            and (not shift or shift[0].dtype == jnp.uint8 or shift[0].dtype == scales.dtype == x.dtype)
             and _cuda_dispatch.conv_kernel(x.dtype, p.k, x.shape[1:-1], shape[1:-1], window)
         ):
             kernel, shift_dtype = _implicit, shift[0].dtype if shift else None
@@ -207,11 +207,11 @@ def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None
     if kernel is None:
         raise ValueError(
             "jax_wonly: implementation='cuda' has no kernel for this convolution; accepted: 16-bit x with one or two "
-            "spatial axes and K a multiple of 8, no table, zeros and offsets of the type of x, strides up to 8, "
-            "windows and paddings of less than 128 pixels, and lhs_dilation alone where it divides the result and is "
-            "no more than the window, on sm_90; in groups of features, up to three spatial axes, one input each, or "
-            "16-bit x, inputs and outputs multiples of 8, and windows of few taps, on sm_80 or newer, and no "
-            "lhs_dilation; or None."
+            "spatial axes and K a multiple of 8, no table, float zeros and offsets, and then scales, of the type of x, "
+            "strides up to 8, windows and paddings of less than 128 pixels, and lhs_dilation alone where it divides "
+            "the result and is no more than the window, on sm_90; in groups of features, up to three spatial axes, one "
+            "input each, or 16-bit x, inputs and outputs multiples of 8, and windows of few taps, on sm_80 or newer, "
+            "and no lhs_dilation; or None."
         )
     return kernel
 

@@ -26,7 +26,7 @@ from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly._table import Table, as_operand
 from jax_wonly.primitives import dequantize
-from jax_wonly.primitives._common import align_varying, make_primitive, register_lowerings
+from jax_wonly.primitives._common import align_varying, make_primitive, parameters_alike, register_lowerings
 from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
 from jax_wonly.primitives.matmul import (
     ACTIVATIONS,
@@ -229,6 +229,8 @@ def _evaluate(x, qw, scales, rows, *rest, params: Params, platform: str):
 
 def _native(x, qw, scales, rows, *rest, params: Params, platform: str):
     if _prefers_kernel(x, qw, scales, rows, params, platform):
+        if platform == "cuda" and not params.transpose:
+            scales, *rest = parameters_alike(scales, rest, params.shift_mode)
         return _kernel(x, qw, scales, rows, *rest, p=params, platform=platform)
     return _via_dense(x, qw, scales, rows, *rest, p=params)
 

@@ -27,7 +27,13 @@ from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, ShiftMode
 from jax_wonly._table import Table, as_operand
 from jax_wonly.primitives import activations, dequantize
-from jax_wonly.primitives._common import align_varying, make_primitive, merge_batch, register_lowerings
+from jax_wonly.primitives._common import (
+    align_varying,
+    make_primitive,
+    merge_batch,
+    parameters_alike,
+    register_lowerings,
+)
 from jax_wonly.primitives.activations import Activations, Scheme
 from jax_wonly.primitives.matmul_sharding import allow_partitioning, partitioned
 
@@ -212,6 +218,8 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
         if activations.has_kernel(a, qw, scales, *rest, p=p, platform=platform):
             return activations.kernel(a, qw, scales, *rest, p=p)
         x = _rounded(a, p, platform)
+    if platform == "cuda" and not p.transpose:
+        scales, *rest = parameters_alike(scales, rest, p.shift_mode)
     shift, bias = split_rest(rest, p.shift_mode)
     if _prefers_kernel(x, qw, scales, shift, p, platform):
         if shift and _takes_shift_apart(x, qw, scales, shift, p, platform):

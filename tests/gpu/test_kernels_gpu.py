@@ -35,6 +35,18 @@ def test_infinities_keep_their_sign(rng, mode, x_dtype, m):
     assert np.isfinite(y[[0, *range(3, m)]]).all()
 
 
+@pytest.mark.parametrize("m", [1, 12, 40, 300])
+@pytest.mark.parametrize("mode", ["float_zeros", "offsets"])
+@pytest.mark.parametrize(
+    ("scales", "shift"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")]
+)
+def test_parameters_of_two_types(rng, scales, shift, mode, m):
+    options = {"group_size": 64, "mode": mode, "scale_dtype": scales, "shift_dtype": shift}
+    weight = random_weight(rng, 512, 264, **options)
+    x = random_x(rng, (m, 512), "bfloat16")
+    assert_product(jw.matmul(x, weight.qt, implementation="cuda"), x, weight, rounded_weights=True)
+
+
 @pytest.mark.parametrize("m", [2, 24])
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("power", [-40, 62, 63, 64, 100])

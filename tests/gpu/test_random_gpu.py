@@ -25,6 +25,7 @@ def random_scheme(rng) -> dict:
         "mode": str(rng.choice(list(MODES))),
         "group_size": rng.choice([32, 64, 128, 256, None]),
         "scale_dtype": str(rng.choice(["bfloat16", "bfloat16", "float16", "float32"])),
+        "shift_dtype": rng.choice([None, None, "bfloat16", "float32"]),
     }
 
 

@@ -9,7 +9,7 @@ cudaError_t launch_table(const MatmulArgs& args, const Config& config, cudaStrea
     case DType::kBF16:
       return launch_typed<__nv_bfloat16>(args, ConsecutiveOfTable{}, config, stream);
     case DType::kF32:
-      return launch_table_f32(args, config, stream);
+      return launch_typed<float>(args, ConsecutiveOfTable{}, config, stream);
     default:
       return cudaErrorInvalidValue;
   }

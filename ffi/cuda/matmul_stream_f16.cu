@@ -1,9 +1,0 @@
-#include "cuda/matmul_stream.cuh"
-
-namespace wonly::stream {
-
-cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
-  return launch_typed<__half>(args, Consecutive{}, config, stream);
-}
-
-}  // namespace wonly::stream

@@ -1,9 +1,0 @@
-#include "cuda/matmul_tiled.cuh"
-
-namespace wonly::tiled {
-
-cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
-  return launch_typed<__nv_bfloat16>(args, config, stream);
-}
-
-}  // namespace wonly::tiled

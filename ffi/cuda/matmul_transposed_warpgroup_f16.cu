@@ -1,9 +1,0 @@
-#include "cuda/matmul_transposed_warpgroup.cuh"
-
-namespace wonly::transposed_warpgroup {
-
-cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
-  return launch_typed<__half>(args, config, stream);
-}
-
-}  // namespace wonly::transposed_warpgroup
