@@ -52,7 +52,7 @@ using namespace wonly;
 // Tokens of a CTA of the warpgroup kernel, and of a tile of the tiled one (checked with 64 too, and not timed with it).
 constexpr int kWarpgroupTokens[] = {8,   16,  32,  48,  64,  72,  80,  96,  104, 112, 120,
                                     128, 136, 144, 152, 160, 176, 184, 192, 200, 216};
-constexpr int kTiledTokens[] = {64, 144, 168, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256};
+constexpr int kTiledTokens[] = {64, 144, 160, 168, 176, 184, 192, 200, 208, 216, 224, 232, 240, 248, 256};
 
 __device__ uint32_t hash(uint64_t i) {
   i = (i ^ (i >> 30)) * 0xbf58476d1ce4e5b9ull;

@@ -69,7 +69,8 @@ def test_heights_of_some_schemes():
         assert schemes[tokens, 3] == all_schemes
     assert schemes[64, 3] == {(4, False, False), (4, False, True)}
     assert schemes[120, 3] == schemes[176, 2] | {(8, False, False)}
-    for tokens in (72, 184, 200, 216):
+    assert schemes[184, 3] == large_groups
+    for tokens in (72, 200, 216):
         assert schemes[tokens, 3] == schemes[176, 2]
 
 

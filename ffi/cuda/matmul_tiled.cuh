@@ -164,10 +164,12 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   const auto launch = [&](auto* source) {
     return launch_waves<std::remove_pointer_t<decltype(source)>, X>(args, config, stages, {}, map, stream);
   };
-  const auto has = [&](auto heights) { return height_for(config.tokens, heights) == config.tokens; };
-  if (has(HeightsOf<Heights::kLow>{})) return launch(static_cast<Waves<Heights::kLow>*>(nullptr));
-  return has(HeightsOf<Heights::kEven>{}) ? launch(static_cast<Waves<Heights::kEven>*>(nullptr))
-                                          : launch(static_cast<Waves<Heights::kHigh>*>(nullptr));
+  if (config.tokens <= kHighest<Heights::kLow>) return launch(static_cast<Waves<Heights::kLow>*>(nullptr));
+  if (height_for(config.tokens, HeightsOf<Heights::kEven>{}) == config.tokens) {
+    return launch(static_cast<Waves<Heights::kEven>*>(nullptr));
+  }
+  return config.tokens <= kHighest<Heights::kMiddle> ? launch(static_cast<Waves<Heights::kMiddle>*>(nullptr))
+                                                     : launch(static_cast<Waves<Heights::kHigh>*>(nullptr));
 }
 
 }  // namespace wonly::tiled

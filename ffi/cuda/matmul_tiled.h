@@ -11,7 +11,7 @@ constexpr int kStageInputs = 64;
 
 struct Config {
   int multiprocessors;      // to spread over
-  int tokens;               // of a tile: 64, 144, 168, 184, 192, ..., kTileTokens; in convolutions whole 64
+  int tokens;               // of a tile: 64, 144, 160, 168, ..., kTileTokens; in convolutions whole 64
   int splits;               // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
   int ctas = kClusterCtas;  // of a cluster; 1 in convolutions alone
 };

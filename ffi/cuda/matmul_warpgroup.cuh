@@ -1380,6 +1380,7 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   if constexpr (kRounded && (kBits == 4 || kFlushes == 1)) {
     if (config.warpgroups == 2 && config.tokens == 104) return launch(t104, two);
     if (config.warpgroups == 2 && config.tokens == 136) return launch(t136, two);
+    if (config.warpgroups == 3 && config.tokens == 184) return launch(t184, three);
   }
   if constexpr (kRounded && (kBits == 4 || (kFlushes == 1 && kKind == Kind::kRounded))) {
     if (config.warpgroups == 3 && config.tokens == 120) return launch(t120, three);
@@ -1387,7 +1388,6 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   if constexpr (kRounded && kBits == 4) {  // of eight bits three stages would fit or two, or weights bind
     if (config.warpgroups == 2 && config.tokens == 176) return launch(t176, two);
     if (config.warpgroups == 3 && config.tokens == 72) return launch(t72, three);
-    if (config.warpgroups == 3 && config.tokens == 184) return launch(t184, three);
     if (config.warpgroups == 3 && config.tokens == 200) return launch(t200, three);
     if (config.warpgroups == 3 && config.tokens == 216) return launch(t216, three);
   }

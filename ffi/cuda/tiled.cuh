@@ -62,13 +62,15 @@ struct Tile {
 
 // The heights that a kernel multiplies, in rising order. More of them in one kernel leave `ptxas` short of registers,
 // and low ones have room for more stages.
-enum class Heights { kWhole, kLow, kHigh, kEven };
+enum class Heights { kWhole, kLow, kMiddle, kHigh, kEven };
 template <Heights>
 struct HeightsOf;
 template <>
 struct HeightsOf<Heights::kWhole> : std::integer_sequence<int, 64, 128, 192, 256> {};
 template <>
-struct HeightsOf<Heights::kLow> : std::integer_sequence<int, 64, 144, 168, 184, 200, 208> {};
+struct HeightsOf<Heights::kLow> : std::integer_sequence<int, 64, 144, 160> {};
+template <>
+struct HeightsOf<Heights::kMiddle> : std::integer_sequence<int, 64, 168, 176, 184, 200, 208> {};
 template <>
 struct HeightsOf<Heights::kHigh> : std::integer_sequence<int, 64, 216, 232, 240, 248> {};
 template <>
