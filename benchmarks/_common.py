@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -45,6 +45,16 @@ def kept_rows(output: Path, append: bool, identity: Sequence[str]) -> dict[tuple
     if not append or not output.is_file():
         return {}
     return {tuple(row.get(name) for name in identity): row for row in json.loads(output.read_text())["rows"]}
+
+
+def gradient_of(product: Callable, k: int, axes: int = -1) -> Callable:
+    """``(dy, w, ...) -> dx`` of ``product(x, w, ...)``, which is linear in ``x [*dy.shape[:axes], k]``."""
+
+    def dx(dy, *others):
+        x = jax.ShapeDtypeStruct((*dy.shape[:axes], k), dy.dtype)
+        return jax.linear_transpose(lambda x: product(x, *others), x)(dy)[0]
+
+    return dx
 
 
 def command(*words: str) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
+from _common import add_results, add_suites, add_timing, gradient_of, kept_rows, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -93,16 +93,6 @@ def stream_gbps(rounds: int, calls: int) -> float:
     return (weights[0].nbytes + 2 * (k + n)) / timer.us * 1e-3
 
 
-def gradient_of(product, k: int):
-    """``(dy, w, ...) -> dx`` of ``product(x, w, ...)``, which is linear in ``x [rows, k]``."""
-
-    def dx(dy, *others):
-        x = jax.ShapeDtypeStruct((dy.shape[0], k), dy.dtype)
-        return jax.linear_transpose(lambda x: product(x, *others), x)(dy)[0]
-
-    return dx
-
-
 def measure(
     suite: str, routing: str, tokens: int, dtype, weights: dict, rounds: int, calls: int, stream: float, gradient: bool
 ) -> dict:
@@ -121,7 +111,7 @@ def measure(
         return jw.gather_matmul(x[:, None], qt, ids)
 
     def of_kind(product):
-        return gradient_of(product, k) if gradient else product
+        return gradient_of(product, k, axes=1) if gradient else product
 
     def loop(rows, qt):
         parts = [(e, rows[end - size : end]) for e, (size, end) in enumerate(zip(counts, ends, strict=True)) if size]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
+from _common import add_results, add_suites, add_timing, gradient_of, kept_rows, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -66,11 +66,6 @@ SUITES = {
 }
 
 
-def transposed(dy, qt):
-    x = jax.ShapeDtypeStruct((dy.shape[0], qt.shape[-2]), dy.dtype)
-    return jax.linear_transpose(lambda x: jw.matmul(x, qt), x)(dy)[0]
-
-
 def measure(options, rounds, calls, cache):
     k, n, m = options["k"], options["n"], options["m"]
     dtype = jnp.dtype(options["dtype"])
@@ -96,7 +91,7 @@ def measure(options, rounds, calls, cache):
         cache[scheme] = dense_weights, quantized
     dense_weights, quantized = cache[scheme]
     dys = [jax.random.normal(jax.random.key(i), (m, n), jnp.float32).astype(dtype) for i in range(2)]
-    ours = Calls(transposed, [(dys[i % 2], qt) for i, qt in enumerate(quantized)])
+    ours = Calls(gradient_of(jw.matmul, k), [(dys[i % 2], qt) for i, qt in enumerate(quantized)])
     dense = Calls(lambda dy, w: dy @ w.T, [(dys[i % 2], w) for i, w in enumerate(dense_weights)])
     for _ in range(rounds):
         dense.measure(calls)

@@ -4,7 +4,7 @@
     python benchmarks/random_calls.py --output FILE --compare EARLIER    the same draws, beside those of another build
 
 Kernel time through CUPTI, all kernels of a call together, over weights that rotate through more than four times the L2.
-Every weight meets seven numbers of rows. Numbers of a table are of shapes that somebody chose; these find what nobody
+Every weight meets up to seven numbers of rows. Tables are of shapes that somebody chose; these find what nobody
 thought of: the first hundreds showed a kernel that did not end, and schemes that took thirty times as long as others.
 With the same seed and operations, `--compare` says what two builds, or two machines, make of the same calls.
 """
@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# The calls have no products of XLA's but those of float32 zeros, and tuning these takes longer than all else.
+# XLA's own products, those of dequantized weights among them, are not tuned: that takes longer than all else.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import add_results, require_gpu, save
+from _common import add_results, gradient_of, require_gpu, save
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -88,10 +87,6 @@ def row_counts(draw: random.Random, few: int, many: int) -> list[int]:
     return sorted(drawn | {round(few * (many / few) ** draw.random()) for _ in range(ROWS[1])})
 
 
-def gradient_of(product: Callable, x: jax.ShapeDtypeStruct) -> Callable:
-    return lambda dy, *rest: jax.linear_transpose(lambda x: product(x, *rest), x)(dy)[0]
-
-
 def random_calls(op: str, seed: int, index: int) -> Iterator[tuple[dict, Callable, list[tuple]]]:
     """Of one weight: what a call is, its function, and sets of operands."""
     draw, numbers = random.Random(f"{op} {seed} {index}"), np.random.default_rng([OPERATIONS.index(op), seed, index])
@@ -115,7 +110,7 @@ def random_calls(op: str, seed: int, index: int) -> Iterator[tuple[dict, Callabl
         if experts:
             shares = numbers.dirichlet(np.full(count, draw.choice((0.2, 1.0, 5.0))))
             rest = (jnp.asarray(numbers.multinomial(m, shares), jnp.int32),)
-        function = gradient_of(product, jax.ShapeDtypeStruct((*rows, k), x.dtype)) if gradient else product
+        function = gradient_of(product, k) if gradient else product
         what = {"op": op, **scheme, "k": k, "n": n, "lead": list(lead), "m": m, "draw": index}
         yield what, function, [(x, weight, *rest) for weight in weights]
 

@@ -239,7 +239,7 @@ def explain(
     kernel = kernel_us = dequantize_us = None
     rounds = None if transpose or activation_quantization is not None else x.dtype.itemsize == 2
     scale_dtype, shift_dtype = weight.scales.dtype, getattr(shift, "dtype", None)
-    if not transpose and mode != ShiftMode.TABLE:
+    if not transpose:
         scale_dtype, shift_dtype = _cuda_dispatch.parameter_types(scale_dtype, shift_dtype)
     types = (x.dtype, scale_dtype, mode, shift_dtype)
     product = _cuda_dispatch.Product(m, k, n, batch, bits, *types, groups=weight.scales.shape[-2])
