@@ -11,6 +11,7 @@
 #include <limits>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "calls.h"
@@ -23,6 +24,7 @@
 #include "cuda/quantize_activation.h"
 #include "cuda/quantized_matmul.h"
 #include "cuda/ragged.h"
+#include "cuda/scales_gradient.h"
 #include "dequant/selftest.h"
 
 namespace nb = nanobind;
@@ -178,6 +180,58 @@ ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   args.m = operands.m;
   WONLY_RETURN_IF_ERROR(set_scratch(args, scratch));
   return launched("the transposed product", launch_matmul_transposed(args, stream));
+}
+
+ffi::Error scales_gradient(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer dy,
+                           ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t block) {
+  for (const auto& [name, buffer] : {std::pair{"x", &x}, {"dy", &dy}})
+    WONLY_RETURN_IF_ERROR(check_rank3(name, *buffer));
+  WONLY_RETURN_IF_ERROR(check_rank3("the result", *y));
+  ScalesGradientArgs args{};
+  args.batch = y->dimensions()[0];
+  args.m = x.dimensions()[1];
+  args.k = x.dimensions()[2];
+  args.n = dy.dimensions()[2];
+  if (rest.size() > 1) return invalid(rest.size(), " optional operands; accepted: limits, or none");
+  const bool ragged = rest.size() == 1;
+  Operand of_x, of_dy;
+  WONLY_RETURN_IF_ERROR(check_operand("x", x, ragged ? 1 : args.batch, true, {args.m, args.k}, false, of_x));
+  WONLY_RETURN_IF_ERROR(check_operand("dy", dy, ragged ? 1 : args.batch, true, {args.m, args.n}, false, of_dy));
+  WONLY_RETURN_IF_ERROR(check_type("dy", dy, x.element_type()));
+  WONLY_RETURN_IF_ERROR(check_inputs("x", args.k));
+  WONLY_RETURN_IF_ERROR(check_bits(bits));
+  args.bits = static_cast<int>(bits);
+  if (block != 32 && block != 64 && block != 128) return invalid("block = ", block, "; accepted: 32, 64, 128");
+  args.block = static_cast<int>(block);
+  WONLY_RETURN_IF_ERROR(check_type("qw", qw, ffi::DataType::U32));
+  WONLY_RETURN_IF_ERROR(check_shape("qw", qw, args.batch, true,
+                                    {ceil_div(args.n, kTileN), ceil_div(args.k, tile_k(args.bits)), kTileWords}));
+  WONLY_RETURN_IF_ERROR(check_type("the result", *y, ffi::DataType::F32));
+  WONLY_RETURN_IF_ERROR(check_shape("the result", *y, args.batch, false, {ceil_div(args.k, block), args.n}));
+  WONLY_RETURN_IF_ERROR(check_sizes(args.batch, args.m, args.k, args.n, 1));
+  if (ragged) {
+    const ffi::AnyBuffer limits = *rest.get<ffi::AnyBuffer>(0);
+    WONLY_RETURN_IF_ERROR(check_type("limits", limits, ffi::DataType::S32));
+    WONLY_RETURN_IF_ERROR(check_shape("limits", limits, args.batch + 1, false, {}));
+    args.limits = static_cast<const int32_t*>(limits.untyped_data());
+  }
+  if (y->element_count() == 0) return ffi::Error::Success();
+  args.x = of_x.data;
+  args.dy = of_dy.data;
+  args.qw = static_cast<const uint32_t*>(qw.untyped_data());
+  args.y = static_cast<float*>(y->untyped_data());
+  args.x_batch_stride = of_x.stride;
+  args.dy_batch_stride = of_dy.stride;
+  args.qw_batch_stride = batch_stride(qw);
+  args.x_dtype = of_x.type;
+  if (args.m == 0) return launched("the gradient", cudaMemsetAsync(args.y, 0, y->size_bytes(), stream));
+  const cudaError_t status = launch_scales_gradient(args, stream);
+  if (status == cudaErrorNotSupported) {
+    return invalid(
+        "there is no CUDA kernel for the gradient of these scales; accepted: F16 or BF16, K and N multiples "
+        "of 8, architecture 9.0");
+  }
+  return launched("the gradient of the scales", status);
 }
 
 ffi::Error convolution(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer scales,
@@ -480,6 +534,17 @@ XLA_FFI_DEFINE_HANDLER(kDirectConv, direct_convolution, bind_direct_conv<Stream>
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMatmulTransposed, matmul_transposed, bind_matmul_transposed<Stream>(),
                        {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kScalesGradient, scales_gradient,
+                       ffi::Ffi::Bind()
+                           .Ctx<Stream>()
+                           .Arg<ffi::AnyBuffer>()  // x
+                           .Arg<ffi::AnyBuffer>()  // qw
+                           .Arg<ffi::AnyBuffer>()  // dy
+                           .RemainingArgs()        // limits
+                           .Ret<ffi::AnyBuffer>()  // y
+                           .Attr<int64_t>("bits")
+                           .Attr<int64_t>("block"),
+                       {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kQuantize, quantize, bind_quantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kDequantize, dequantize, bind_dequantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kQuantizeActivation, quantize_activation,
@@ -540,6 +605,7 @@ nb::dict registrations() {
   targets["wonly_direct_conv_v1"] = capsule(kDirectConv);
   targets["wonly_matmul_transposed_v1"] = capsule(kMatmulTransposed);
   targets["wonly_ragged_matmul_transposed_v1"] = capsule(kRaggedMatmulTransposed);
+  targets["wonly_scales_gradient_v1"] = capsule(kScalesGradient);
   targets["wonly_quantize_v1"] = capsule(kQuantize);
   targets["wonly_dequantize_v1"] = capsule(kDequantize);
   targets["wonly_quantize_activation_v1"] = capsule(kQuantizeActivation);

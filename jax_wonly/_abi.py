@@ -8,6 +8,7 @@ DEQUANTIZE = "wonly_dequantize_v1"
 RAGGED_MATMUL = "wonly_ragged_matmul_v1"
 MATMUL_TRANSPOSED = "wonly_matmul_transposed_v1"
 RAGGED_MATMUL_TRANSPOSED = "wonly_ragged_matmul_transposed_v1"
+SCALES_GRADIENT = "wonly_scales_gradient_v1"
 QUANTIZE_ACTIVATION = "wonly_quantize_activation_v1"
 QUANTIZED_MATMUL = "wonly_quantized_matmul_v1"
 STATIC_MATMUL = "wonly_static_matmul_v1"
@@ -21,6 +22,7 @@ TARGETS = (
     RAGGED_MATMUL,
     MATMUL_TRANSPOSED,
     RAGGED_MATMUL_TRANSPOSED,
+    SCALES_GRADIENT,
     QUANTIZE_ACTIVATION,
     QUANTIZED_MATMUL,
     STATIC_MATMUL,

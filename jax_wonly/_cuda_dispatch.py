@@ -26,6 +26,7 @@ _SHIFT_APART_FEW, _SHIFT_APART = 7.0, 12.0
 _STREAMED_SHIFT, _STREAMED_SHIFT_SMALL_GROUPS = {4: 1.85e6, 8: 1.03e6, 16: 0.8e6}, 0.55
 _STREAMED_TABLE = 0.57e6  # the same bytes of float32 activations and weights with a table, for 16 tokens
 _STREAMED_ROWS = 32  # of float32 cotangents at a time
+_ROWS_OF_PART = 256  # of the gradient of scales, at least: its kernel's start and end take as long
 _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
 _TILE_OUTPUTS = 256  # of the tiled kernel
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
@@ -121,6 +122,22 @@ def has_kernels(x_dtype, *, forced: bool = False) -> bool:
 def has_warpgroups() -> bool:
     """Whether the GPU here is of the architecture that the warpgroup and decode kernels need."""
     return _gpu()[0] == "9.0"
+
+
+def has_scales_gradient(x_dtype, dy_dtype, k: int, n: int, *, table: bool) -> bool:
+    """Whether the GPU here has a kernel for the gradient of scales: ``scales_gradient::supports`` in
+    ``ffi/cuda/scales_gradient.cu``.
+    """
+    sixteen_bits = jnp.dtype(x_dtype).itemsize == 2 and x_dtype == dy_dtype
+    return has_warpgroups() and sixteen_bits and not table and k % 8 == 0 and n % 8 == 0
+
+
+def scales_gradient_parts(m: int, k: int, n: int) -> int:
+    """Into how many parts of the rows the gradient of one weight's scales is split: where its tiles of 256 inputs and
+    outputs, each a cluster of two CTAs', would leave most of the GPU idle.
+    """
+    tiles = -(-k // 256) * -(-n // 256)
+    return max(1, min(multiprocessors() // 2 // tiles, m // _ROWS_OF_PART))
 
 
 def has_mma() -> bool:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -255,6 +255,49 @@ def _matmul_transposed(rng, platform: str) -> Iterator[Case]:
             return jax.linear_transpose(lambda x: matmul(x, qt, implementation=platform), struct)(dy)[0]
 
         yield Case(f"[{m}, {n}], {_scheme_text(bits, size, mode, dtype)}", gradient, (dy, weight.qt), check)
+
+
+def _scales_gradient(rng, platform: str) -> Iterator[Case]:
+    if platform != "cuda" or not _cuda_dispatch.has_warpgroups():
+        return
+    rows, k, n = itertools.cycle((5, 90, 300)), 512, 136
+    for i, (bits, mode, dtype, size) in enumerate(_schemes(platform)):
+        if dtype == "float32":
+            continue
+        experts, m, group = (3 if i % 2 else 0), next(rows), size or k
+        lead = (experts,) if experts else ()
+        weight = _Weight(rng, k, n, bits=bits, group_size=group, mode=mode, scale_dtype="float32", lead=lead)
+        x, dy, sizes = _x(rng, (m, k), dtype), _x(rng, (m, n), dtype), np.array([m // 2, 0, m // 3], np.int32)
+        ends = np.cumsum(sizes) if experts else [m]
+
+        def check(ds, x=x, dy=dy, weight=weight, ends=ends, group=group):
+            x64, dy64 = x.astype(np.float64), dy.astype(np.float64)
+            codes = weight.codes.reshape(-1, k, n).astype(np.float64)
+            if weight.mode != "offsets":
+                zeros = np.float64(bias_of(weight.bits)) if weight.shift is None else weight.shift.astype(np.float64)
+                zeros = np.broadcast_to(zeros, weight.scales.shape).reshape(-1, k // group, n)
+                codes = codes - np.repeat(zeros, group, axis=1)
+            worst, first = 0.0, 0
+            for of_entry, got, end in zip(codes, ds.reshape(-1, k // group, n), ends, strict=True):
+                mine = slice(first, end)
+                dense, magnitude = x64[mine].T @ dy64[mine], np.abs(x64[mine]).T @ np.abs(dy64[mine])
+                exact = (of_entry * dense).reshape(k // group, group, n).sum(1)
+                terms = magnitude.reshape(k // group, group, n).sum(1) * 2.0 ** (weight.bits + 0.5)
+                bound = 2.0**-20 * max(1.0, np.sqrt(len(x64)) / 8) * terms + 1e-7
+                worst, first = max(worst, _ratio(np.abs(got.astype(np.float64) - exact), bound)), end
+            return worst
+
+        def gradient(x, qt, dy, sizes, experts=experts):
+            def product(scales):
+                of_scales = replace(qt, scales=scales)
+                if experts:
+                    return ragged_dot(x, of_scales, sizes, implementation=platform)
+                return matmul(x, of_scales, implementation=platform)
+
+            return jax.vjp(product, qt.scales)[1](dy)[0]
+
+        what = f"[{m}, {k}], {f'{experts} experts, ' if experts else ''}{_scheme_text(bits, group, mode, dtype)}"
+        yield Case(what, gradient, (x, weight.qt, dy, sizes), check)
 
 
 # Bits, mode, type of x, group size, inputs of a group of features, groups, outputs, strides, activation.
@@ -514,6 +557,7 @@ CASES: dict[str, Callable[[np.random.Generator, str], Iterator[Case]]] = {
     _abi.DIRECT_CONV: lambda rng, platform: _conv(rng, platform, _GROUPED_CONVOLUTIONS),
     _abi.RAGGED_MATMUL: lambda rng, platform: _ragged(rng, platform, False),
     _abi.RAGGED_MATMUL_TRANSPOSED: lambda rng, platform: _ragged(rng, platform, True),
+    _abi.SCALES_GRADIENT: _scales_gradient,
     _abi.QUANTIZE: _quantize,
     _abi.DEQUANTIZE: _dequantize,
     _abi.QUANTIZE_ACTIVATION: _quantize_activation,

@@ -217,3 +217,25 @@ def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtyp
     error = np.abs(got - exact)
     worst = np.max(error / bound, initial=0.0)
     assert np.isfinite(got).all() and worst <= 1, f"error is {worst:.3g} times the bound (max error {error.max():.3g})"
+
+
+def assert_scales_gradient(ds, x, dy, weight: Weight):
+    """Holds ``ds [..., G, N]`` to float64: the accumulation of what is added up, and the result's rounding."""
+    qt = weight.qt
+    scales = np.asarray(qt.scales).astype(np.float64)
+    groups, n = scales.shape[-2:]
+    # Without its offsets, a dense weight is the scales times what they are multiplied by.
+    dense = weight.dense
+    if qt.offsets is not None:
+        dense = dense - np.repeat(np.asarray(qt.offsets).astype(np.float64), qt.k // groups, axis=-2)
+    of_scale = dense.reshape(*dense.shape[:-2], groups, -1, n) / scales[..., None, :]
+    x64, dy64 = (np.asarray(a).astype(np.float64) for a in (x, dy))
+    exact = (of_scale * (x64.swapaxes(-1, -2) @ dy64).reshape(*of_scale.shape[:-3], groups, -1, n)).sum(-2)
+    magnitudes = (np.abs(x64).swapaxes(-1, -2) @ np.abs(dy64)).reshape(*of_scale.shape[:-3], groups, -1, n).sum(-2)
+    # Codes are added up less their middle, and their zeros apart.
+    bound = 2.0**-21 * max(1.0, np.sqrt(x.shape[-2]) / 8) * magnitudes * 2.0 ** (qt.bits + 0.5)
+    bound = bound + rounding(exact, str(ds.dtype)) + 1e-7
+    got = np.asarray(ds).astype(np.float64)
+    assert got.shape == exact.shape and ds.dtype == qt.scales.dtype
+    worst = np.max(np.abs(got - exact) / bound)
+    assert worst <= 1, f"error is {worst:.3g} times the bound"

@@ -290,7 +290,7 @@ def test_doctor_tests_what_a_gpu_has(monkeypatch, capability):
     kernels = {}
     for target in (
         *(_abi.MATMUL, _abi.MATMUL_TRANSPOSED, _abi.RAGGED_MATMUL, _abi.RAGGED_MATMUL_TRANSPOSED),
-        *(_abi.CONV, _abi.DIRECT_CONV),
+        *(_abi.CONV, _abi.DIRECT_CONV, _abi.SCALES_GRADIENT),
     ):
         cases = list(_selftest.CASES[target](np.random.default_rng(0), "cuda"))
         for case in cases[:: 7 if target == _abi.MATMUL else 1]:
@@ -304,7 +304,7 @@ def test_doctor_tests_what_a_gpu_has(monkeypatch, capability):
     backs = back | {"matmul_transposed_warpgroup"} if hopper else back if newer else set()
     assert kernels[_abi.RAGGED_MATMUL_TRANSPOSED] == backs
     assert bool(kernels[_abi.MATMUL_TRANSPOSED]) == newer and bool(kernels[_abi.CONV]) == hopper
-    assert kernels[_abi.MATMUL] and kernels[_abi.DIRECT_CONV]
+    assert kernels[_abi.MATMUL] and kernels[_abi.DIRECT_CONV] and bool(kernels[_abi.SCALES_GRADIENT]) == hopper
 
 
 def test_doctor_finds_what_is_wrong(monkeypatch, capsys):

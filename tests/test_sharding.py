@@ -1,5 +1,6 @@
 """Automatic partitioning over eight fake devices: values, and which collectives the compiled program has."""
 
+import dataclasses
 import os
 import re
 import socket
@@ -145,6 +146,41 @@ else:
 
         plain = (np.asarray(x, np.float64) @ weight.dense) @ weight.dense.T
         check(dx, (x, put(weight.qt, m)), plain, [], rtol=1e-3, atol=1e-1)
+
+    def test_gradient_of_scales(rng):
+        """Rows are summed over their devices; outputs and whole groups of inputs stay where they are."""
+
+        def ds(x, qt, dy):
+            return jax.vjp(lambda s: jw.matmul(x, dataclasses.replace(qt, scales=s)), qt.scales)[1](dy)[0]
+
+        x, dy = random_x(rng, (16, 512)), random_x(rng, (16, 1024))
+        for group_size in (64, None):
+            weight = random_weight(rng, 512, 1024, group_size=group_size)
+            plain, close = np.asarray(ds(x, weight.qt, dy)), {"rtol": 2e-5, "atol": 2e-3}
+            m = mesh(("d", 8))
+
+            def split(a, *dims, m=m):
+                return jax.device_put(a, NamedSharding(m, P(*dims)))
+
+            check(ds, (split(x, "d"), put(weight.qt, m), split(dy, "d")), plain, ["all-reduce"], **close)
+            check(ds, (split(x), put(weight.qt, m, n="d"), split(dy, None, "d")), plain, [], **close)
+            by_inputs = (split(x, None, "d"), put(weight.qt, m, k="d"), split(dy))
+            check(ds, by_inputs, plain, [] if group_size else ["all-reduce"], **close)
+            both = mesh(("d", 2), ("t", 4))
+            operands = split(x, "d", m=both), put(weight.qt, both, n="t"), split(dy, "d", "t", m=both)
+            check(ds, operands, plain, ["all-reduce"], **close)
+
+        stack = random_weight(rng, 512, 1024, group_size=64, lead=(8,))
+        sizes = jnp.asarray([3, 0, 5, 1, 0, 2, 4, 0], jnp.int32)
+
+        def of_experts(x, qt, dy):
+            return jax.vjp(lambda s: jw.ragged_dot(x, dataclasses.replace(qt, scales=s), sizes), qt.scales)[1](dy)[0]
+
+        plain = np.asarray(of_experts(x, stack.qt, dy))
+        operands = split(x), put(stack.qt, m, lead="d"), split(dy)
+        check(of_experts, operands, plain, [], **close)
+        operands = split(x, "d"), put(stack.qt, m), split(dy, "d")
+        check(of_experts, operands, plain, ["all-reduce"], **close)
 
     def test_placement_errors(rng):
         m = mesh(("a", 2), ("b", 4))

@@ -116,6 +116,14 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t row) {
                : "r"(row));
 }
 
+// The same, transposed: lane 4g + t gets rows 2t and 2t + 1 of column g.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&to)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row)
+               : "memory");
+}
+
 // Small loads that stay where they are written: the compiler would move them to their use, and wait there.
 __device__ __forceinline__ uint32_t load_8(const void* global) {
   uint32_t value;

@@ -283,6 +283,14 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* shared) {
   return kSwizzle128 | kStride1024 | kUnused | ((shared_address(shared) & 0x3ffffu) >> 4);
 }
 
+// Either operand of a wgmma that takes them transposed: blocks of 64 numbers of a row (128 bytes, swizzled by 128), a
+// row for each that is summed over, 8 rows every 1024 bytes; `block_stride` bytes from a block to the next.
+__device__ __forceinline__ uint64_t wgmma_descriptor_transposed(const void* shared, int block_stride) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kStride1024 = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kStride1024 | static_cast<uint64_t>(block_stride >> 4) << 16 |
+         ((shared_address(shared) & 0x3ffffu) >> 4);
+}
+
 // B of a wgmma without swizzle: 8 columns x 16 bytes are contiguous, `k_stride` bytes from the next 16 bytes of inputs
 // and `column_stride` bytes from the next 8 columns.
 __device__ __forceinline__ uint64_t wgmma_descriptor_unswizzled(const void* shared, int k_stride, int column_stride) {

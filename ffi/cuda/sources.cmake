@@ -71,7 +71,7 @@ if(wonly_build_cuda)
   # Host code alone (dispatchers and launches, without a kernel): a C++ compiler takes a fifth of nvcc's time for it.
   set(wonly_cuda_host conv direct_conv launch matmul matmul_decode matmul_resident matmul_stream matmul_tiled
       matmul_transposed matmul_warpgroup quantized_matmul ragged_matmul ragged_resident ragged_tiled ragged_warpgroup
-      tensor_map)
+      scales_gradient tensor_map)
   list(TRANSFORM wonly_cuda_host REPLACE "(.+)" "ffi/cuda/\\1.cu")
   set_source_files_properties(${wonly_cuda_host} PROPERTIES LANGUAGE CXX)
   # The dispatcher's numbers, as a header.

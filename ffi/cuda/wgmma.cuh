@@ -13,6 +13,10 @@ struct Wgmma;
 // The same with a in shared memory, as b.
 template <int kN>
 struct WgmmaShared;
+// The same with rows of a's 64, and of b's kN numbers, in shared memory, one for each of the 16 that are summed over,
+// as wgmma_descriptor_transposed says.
+template <int kN>
+struct WgmmaTransposed;
 // d[64 x kN] = a[64 x 32] b[32 x kN] in int32 of signed bytes or float32 of e4m3, a in registers: as Wgmma, fragments
 // being those of mma.m16n8k32.
 template <int kN>
@@ -106,15 +110,17 @@ struct WgmmaBytes;
 #define WONLY_WGMMA_S8(kN, kSums, ...) WONLY_WGMMA_OF(s8, int, "r", "m64n" #kN "k32.s32.s8.s8", "", kSums, __VA_ARGS__)
 #define WONLY_WGMMA_E4M3(kN, kSums, ...) \
   WONLY_WGMMA_OF(e4m3, float, "f", "m64n" #kN "k32.f32.e4m3.e4m3", ", 1, 1", kSums, __VA_ARGS__)
-#define WONLY_WGMMA_SHARED(T, kN, kSums, a_, b_, accumulate_)                                           \
+#define WONLY_WGMMA_SHARED_OF(T, transposed, kN, kSums, a_, b_, accumulate_)                            \
   __device__ __forceinline__ static void T(float (&d)[kSums], uint64_t a, uint64_t b, int accumulate) { \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #accumulate_                                      \
                  ", 0;\n"                                                                               \
                  "wgmma.mma_async.sync.aligned.m64n" #kN "k16.f32." #T "." #T " {" WONLY_D##kSums       \
-                 "}, %" #a_ ", %" #b_ ", p, 1, 1, 0, 0;\n}\n"                                           \
+                 "}, %" #a_ ", %" #b_ ", p, 1, 1" transposed ";\n}\n"                                   \
                  : WONLY_OF##kSums("f", 0)                                                              \
                  : "l"(a), "l"(b), "r"(accumulate));                                                    \
   }
+#define WONLY_WGMMA_SHARED(T, ...) WONLY_WGMMA_SHARED_OF(T, ", 0, 0", __VA_ARGS__)
+#define WONLY_WGMMA_TRANSPOSED(T, ...) WONLY_WGMMA_SHARED_OF(T, ", 1, 1", __VA_ARGS__)
 
 // Both 16-bit types of so many columns.
 #define WONLY_WGMMA_TYPES(Struct, function, kN, ...)               \
@@ -156,6 +162,7 @@ WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 8, 4, 4, 5, 6)
 WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 64, 32, 32, 33, 34)
 WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 128, 64, 64, 65, 66)
 WONLY_WGMMA_TYPES(WgmmaShared, WONLY_WGMMA_SHARED, 256, 128, 128, 129, 130)
+WONLY_WGMMA_TYPES(WgmmaTransposed, WONLY_WGMMA_TRANSPOSED, 256, 128, 128, 129, 130)
 
 template <>
 struct WgmmaBytes<32> {
@@ -176,7 +183,9 @@ struct WgmmaBytes<256> {
 #undef WONLY_WGMMA
 #undef WONLY_WGMMA_S8
 #undef WONLY_WGMMA_E4M3
+#undef WONLY_WGMMA_SHARED_OF
 #undef WONLY_WGMMA_SHARED
+#undef WONLY_WGMMA_TRANSPOSED
 #undef WONLY_WGMMA_TYPES
 #undef WONLY_D4
 #undef WONLY_D8

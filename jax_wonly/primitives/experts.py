@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly._table import Table, as_operand
-from jax_wonly.primitives import dequantize
+from jax_wonly.primitives import dequantize, scales_gradient
 from jax_wonly.primitives._common import align_varying, make_primitive, parameters_alike, register_lowerings
 from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
 from jax_wonly.primitives.matmul import (
@@ -37,6 +37,7 @@ from jax_wonly.primitives.matmul import (
     group_sums,
     linear_in_scales,
     split_rest,
+    zeros_beyond_middle,
 )
 from jax_wonly.primitives.matmul_sharding import allow_partitioning
 
@@ -78,13 +79,16 @@ def _valid(ids, experts: int):
     return (ids >= 0) & (ids < experts)
 
 
+def _ends(sizes, m):
+    """Where the rows of each expert end; sizes that add up to more than the rows are cut off."""
+    return jnp.minimum(jnp.cumsum(jnp.clip(sizes, 0, np.iinfo(np.int32).max // sizes.shape[0])), m)
+
+
 def _dense_ragged(x, w, rows, p: Params, precision: lax.Precision | None = lax.Precision.HIGHEST) -> jax.Array:
     """The product with dense weights ``w[E, inputs, outputs]``, float32."""
     experts = w.shape[0]
     if p.row_mode == RowMode.SIZES:
-        # ragged_dot takes sizes that add up to no more than the rows.
-        limits = jnp.minimum(jnp.cumsum(jnp.clip(rows, 0, np.iinfo(np.int32).max // experts)), x.shape[0])
-        sizes = jnp.diff(limits, prepend=0).astype(jnp.int32)
+        sizes = jnp.diff(_ends(rows, x.shape[0]), prepend=0).astype(jnp.int32)
         return lax.ragged_dot(x, w, sizes, precision=precision, preferred_element_type=jnp.float32)
     ids = jnp.where(_valid(rows, experts), rows, experts)  # rows without an expert are the last
     order = jnp.argsort(ids)
@@ -347,7 +351,7 @@ def _shift_tangent(x, scales, shift_dot, rows, p: Params):
 
 def _transpose(ct, x, qw, scales, rows, *rest, params: Params):
     p = params
-    none = [None] * (4 + len(rest))
+    none: list[jax.Array | None] = [None] * (4 + len(rest))
     if isinstance(ct, ad.Zero):
         return none
     shift, _ = split_rest(rest, p.shift_mode)
@@ -375,29 +379,26 @@ def _transpose(ct, x, qw, scales, rows, *rest, params: Params):
 
 
 def _scales_cotangent(ct, x, qw, rows, shift, aval, p: Params):
-    """``sum_k (code - zero) * (x^T ct)`` over the inputs of each group, one expert's dense product at a time."""
+    """As for a single weight, of each expert and its rows, which are put in the order of the experts first."""
     experts, groups, n = aval.shape
-    x = jnp.repeat(x, p.repeat, axis=0) if p.repeat != 1 else x
-    ids = expert_ids(rows, x.shape[0], p)
-    inputs, outputs = (ct, x) if p.transpose else (x, ct)
-    inputs, outputs = inputs.astype(jnp.float32), outputs.astype(jnp.float32)
+    if p.row_mode == RowMode.SIZES:
+        ends = _ends(rows, x.shape[0])
+    else:
+        ids = jnp.where(_valid(rows, experts), rows, experts)  # rows without an expert are the last
+        order = jnp.argsort(ids)
+        x, ct = x[order // p.repeat], ct[order]
+        ends = jnp.cumsum((ids[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32))
+    limits = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends.astype(jnp.int32)])
+    inputs, outputs = (a[None] for a in ((ct, x) if p.transpose else (x, ct)))
 
-    def of_expert(entry):
-        e, qw, *shift = entry
-        mine = (ids == e)[:, None]
+    def gradient(qw, table):
+        of_codes = scales_gradient.Params(p.bits, p.k, groups, p.implementation, table)
+        return scales_gradient.scales_gradient(inputs, qw, outputs, limits, params=of_codes)
 
-        def compute():
-            dw = jnp.matmul(jnp.where(mine, inputs, 0).T, jnp.where(mine, outputs, 0), precision=lax.Precision.HIGHEST)
-            zero = shift[0][None] if shift else None
-            codes = dequantize.centred_codes(
-                qw[None], zero, bits=p.bits, shift_mode=p.shift_mode, k=p.k, n=n, groups=groups, table=p.table
-            )[0]
-            return (codes * dw.reshape(codes.shape)).sum(1)
-
-        none, *_ = align_varying(jnp.zeros((groups, n), jnp.float32), inputs, outputs, qw, ids, *shift)
-        return lax.cond(mine.any(), compute, lambda: none)
-
-    return lax.map(of_expert, (jnp.arange(experts, dtype=jnp.int32), qw, *shift)).astype(aval.dtype)
+    y = gradient(qw, p.table)
+    if shift:
+        y = y - zeros_beyond_middle(shift[0], p.bits) * gradient(scales_gradient.unit_codes(p.bits, p.k, n), None)
+    return y.astype(aval.dtype)
 
 
 register_lowerings(ragged_matmul_p, _evaluate)

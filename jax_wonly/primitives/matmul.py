@@ -25,8 +25,9 @@ from jax.interpreters import ad, batching
 
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, ShiftMode
+from jax_wonly._format import bias_of
 from jax_wonly._table import Table, as_operand
-from jax_wonly.primitives import activations, dequantize
+from jax_wonly.primitives import activations, dequantize, scales_gradient
 from jax_wonly.primitives._common import (
     align_varying,
     make_primitive,
@@ -324,18 +325,36 @@ def _scales_tangent(x, qw, scales_dot, shift, p: Params):
 
 
 def _scales_cotangent(ct, x, qw, shift, aval, p: Params):
-    """Through the dense product with weights made of scales, which XLA transposes."""
-    groups, n = aval.shape[-2:]
-    codes = dequantize.centred_codes(
-        qw, *(shift or (None,)), bits=p.bits, shift_mode=p.shift_mode, k=p.k, n=n, groups=groups, table=p.table
-    )
+    """``sum_m ct (sum_k x (code - zero))`` over the inputs of each group: of the codes less their middle, and what is
+    left of the zeros, which meet the sums of the groups."""
+    groups = aval.shape[1]
+    inputs, outputs = (ct, x) if p.transpose else (x, ct)
+    if aval.shape[0] == 1 and all(a.shape[0] == 1 for a in (qw, *shift)) and inputs.shape[0] == outputs.shape[0]:
+        # All rows of the batch add up.
+        inputs, outputs = (a.reshape(1, -1, a.shape[-1]) for a in (inputs, outputs))
+    of_codes = scales_gradient.Params(p.bits, p.k, groups, p.implementation, p.table)
+    y = scales_gradient.scales_gradient(inputs, qw, outputs, params=of_codes)
+    if shift:
+        y = y - zeros_beyond_middle(shift[0], p.bits) * _sums_product(group_sums(inputs, groups), outputs)
+    return (y.sum(0, keepdims=True) if aval.shape[0] == 1 else y).astype(aval.dtype)
 
-    def product(scales):
-        w = (codes * scales.astype(jnp.float32)[:, :, None]).reshape(-1, p.k, n)
-        y = _dense_f32(x, jnp.swapaxes(w, 1, 2) if p.transpose else w)
-        return jnp.broadcast_to(y, ct.shape).astype(ct.dtype)
 
-    return jax.linear_transpose(product, jax.ShapeDtypeStruct(aval.shape, aval.dtype))(ct)[0]
+def _sums_product(sums, dy):
+    """``sums[B, M, G]^T dy[B, M, N]`` in float32: as exact products of bfloat16 numbers where ``dy`` is of them."""
+    if dy.dtype != jnp.bfloat16:
+        return _dense_f32(jnp.swapaxes(sums, 1, 2), dy.astype(jnp.float32))
+    pieces = []
+    for _ in range(3):  # of 8 bits each: all of a float32
+        pieces.append(lax.reduce_precision(sums, 8, 7))
+        sums = sums - pieces[-1]
+    both = jnp.concatenate(pieces, axis=-1).astype(jnp.bfloat16)
+    y = jnp.matmul(jnp.swapaxes(both, 1, 2), dy, preferred_element_type=jnp.float32)
+    return y.reshape(y.shape[0], 3, -1, y.shape[-1]).sum(1)
+
+
+def zeros_beyond_middle(zeros, bits: int):
+    """What zeros are more than that of weights without any."""
+    return zeros.astype(jnp.float32) - bias_of(bits)
 
 
 def _shift_tangent(x, scales, shift_dot, p: Params):
@@ -401,7 +420,7 @@ def _jvp(primals, tangents, *, params: Params):
 
 def _transpose(ct, x, qw, scales, *rest, params: Params):
     p = params
-    none = [None] * (3 + len(rest))
+    none: list[jax.Array | None] = [None] * (3 + len(rest))
     if isinstance(ct, ad.Zero):
         return none
     shift, bias = split_rest(rest, p.shift_mode)

@@ -347,6 +347,12 @@ void reduce_max(Warp& w, const Instruction& i, Mask lanes) {
   each(lanes, [&](int lane) { most = std::max(most, a[lane]); });
   each(lanes, [&](int lane) { w.row<uint32_t>(i.operands[0])[lane] = most; });
 }
+void reduce_add(Warp& w, const Instruction& i, Mask lanes) {
+  const auto* const a = w.row<uint32_t>(i.operands[1]);
+  uint32_t sum = 0;
+  each(lanes, [&](int lane) { sum += a[lane]; });
+  each(lanes, [&](int lane) { w.row<uint32_t>(i.operands[0])[lane] = sum; });
+}
 void elect(Warp& w, const Instruction& i, Mask lanes) {  // _|p, members
   Mask& to = w.predicates[static_cast<size_t>(i.operands[1].at)];
   to = (to & ~lanes) | (lanes & (0 - lanes));
@@ -672,6 +678,20 @@ void load_matrices(Warp& w, const Instruction& i, Mask) {
     }
   }
 }
+void load_matrices_transposed(Warp& w, const Instruction& i, Mask) {
+  for (int m = 0; m < 4; ++m) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint32_t& to = w.row<uint32_t>(i.operands[static_cast<size_t>(m)])[lane];
+      to = 0;
+      for (int k = 0; k < 2; ++k) {
+        const uint64_t row = w.address(i.operands[4], 8 * m + lane % 4 * 2 + k);
+        uint16_t value;
+        std::memcpy(&value, Machine::the().shared_at(w, row, 16, 16, Use::kRead) + lane / 4 * 2, 2);
+        to |= static_cast<uint32_t>(value) << 16 * k;
+      }
+    }
+  }
+}
 void store_matrices_transposed(Warp& w, const Instruction& i, Mask) {
   for (int m = 0; m < 4; ++m) {
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -751,14 +771,19 @@ void multiply(Warp& w, const Instruction& i, Mask) {
 // Where the 16 bytes that hold byte `along` of row `row` of an operand in shared memory begin, and what is left of it.
 struct Described {
   uint64_t begin, along_stride, row_stride;
-  bool swizzled;
-  explicit Described(uint64_t d)
+  bool swizzled, transposed;
+  explicit Described(uint64_t d, bool is_transposed)
       : begin((d & 0x3fff) << 4),
         along_stride((d >> 16 & 0x3fff) << 4),
         row_stride((d >> 32 & 0x3fff) << 4),
-        swizzled(d >> 62 == 1) {}
+        swizzled(d >> 62 == 1),
+        transposed(is_transposed) {}
   uint64_t at(int row, int along) const {
     const auto r = static_cast<uint64_t>(row), k = static_cast<uint64_t>(along);
+    if (transposed) {  // of two bytes: blocks of 64 rows, along which they lie
+      const uint64_t linear = begin + r / 64 * along_stride + k / 16 * row_stride + k % 16 / 2 * 128 + r % 64 * 2;
+      return linear ^ ((linear >> 7 & 7) << 4);
+    }
     if (!swizzled) return begin + r / 8 * row_stride + r % 8 * 16 + k / 16 * along_stride + k % 16;
     const uint64_t linear = begin + r / 8 * row_stride + r % 8 * 128 + k;
     return linear ^ ((linear >> 7 & 7) << 4);
@@ -775,9 +800,12 @@ void multiply_group(Warp& w, const Instruction& i, Mask) {
   const bool shared_a = i.number >= 1000;
   const int columns = static_cast<int>(i.number % 1000);
   const auto results = static_cast<size_t>(columns / 2), after = results + (shared_a ? 1 : 4);
-  for (size_t k = after + 2; k < i.operands.size(); ++k) {  // scales of a and b, and whether they are transposed
-    if (*w.row<uint32_t>(i.operands[k]) != (k < after + 4 ? 1u : 0u)) machine.fail(w, "a wgmma of another kind");
-  }
+  // Scales of a and b, and whether they are transposed.
+  const auto constant = [&](size_t k) { return k < i.operands.size() ? *w.row<uint32_t>(i.operands[k]) : 0u; };
+  const bool scaled = i.operands.size() > after + 2;
+  if (scaled && (constant(after + 2) != 1 || constant(after + 3) != 1)) machine.fail(w, "a wgmma of another kind");
+  const bool transposed_a = shared_a && constant(after + 4) != 0;
+  const bool transposed_b = constant(after + (shared_a ? 5 : 4)) != 0;
   const auto read = [&machine, &w](const Described& d, int row, int k) {
     uint32_t bits = 0;
     std::memcpy(&bits, machine.shared_at(w, d.at(row, k * A::kBytes), A::kBytes, A::kBytes, Use::kNone), A::kBytes);
@@ -802,24 +830,30 @@ void multiply_group(Warp& w, const Instruction& i, Mask) {
   const uint64_t descriptor_b = *w.row<uint64_t>(i.operands[after]);
   const bool adds = (w.predicate(i.operands[after + 1]) & 1) != 0;
   if (races_of(w) != nullptr) {
-    const auto watch = [&](const Described& d, int row) {
-      for (int chunk = 0; chunk < 2; ++chunk) {
-        machine.watch(w, d.at(row, chunk * 16), 16, Use::kRead, moment_of(w, Races::kProducts, w.product_groups));
+    const auto watch = [&](const Described& d, int first, int rows) {
+      const auto sixteen = [&](int row, int along) {
+        machine.watch(w, d.at(row, along), 16, Use::kRead, moment_of(w, Races::kProducts, w.product_groups));
+      };
+      for (int row = first; row < first + rows; row += d.transposed ? 8 : 1) {
+        for (int along = 0; along < 32; along += d.transposed ? 2 : 16) sixteen(row, along);
       }
     };
-    for (int row = 0; shared_a && row < 16; ++row) watch(Described(descriptor_a), w.index % 4 * 16 + row);
-    for (int n = 0; n < columns; ++n) watch(Described(descriptor_b), n);
+    if (shared_a) watch(Described(descriptor_a, transposed_a), w.index % 4 * 16, 16);
+    watch(Described(descriptor_b, transposed_b), 0, columns);
   }
   auto multiply = [=, &w, &i, &machine]() mutable {
     if (shared_a) {
-      const Described d(descriptor_a);
+      const Described d(descriptor_a, transposed_a);
       for (int row = 0; row < 16; ++row) {
         for (int k = 0; k < kDepth; ++k) rows.a[row][k] = A::wide(read(d, w.index % 4 * 16 + row, k));
       }
     }
-    const Described d(descriptor_b);
+    const Described d(descriptor_b, transposed_b);
     Sum b[kDepth][256], sums[16][256];
-    for (int n = 0; n < columns; ++n) {
+    for (int n = 0; transposed_b && n < columns; ++n) {
+      for (int k = 0; k < kDepth; ++k) b[k][n] = B::wide(read(d, n, k));
+    }
+    for (int n = 0; !transposed_b && n < columns; ++n) {
       for (int chunk = 0; chunk < 2; ++chunk) {
         uint8_t bytes[16];
         std::memcpy(bytes, machine.shared_at(w, d.at(n, chunk * 16), 16, 16, Use::kNone), 16);
@@ -1103,6 +1137,7 @@ void add_others(std::map<std::string, Opcode>& all) {
   all["vote.sync.ballot.b32"] = {ballot, Kind::kMembers, "w", "pw", 0};
   all["vote.sync.all.pred"] = {vote_all, Kind::kMembers, "p", "pw", 0};
   all["match.any.sync.b32"] = {match_any, Kind::kMembers, "w", "ww", 0};
+  all["redux.sync.add.u32"] = all["redux.sync.add.s32"] = {reduce_add, Kind::kMembers, "w", "ww", 0};
   all["redux.sync.max.u32"] = {reduce_max, Kind::kMembers, "w", "ww", 0};
   all["elect.sync"] = {elect, Kind::kMembers, "xp", "w", 0};
   all["bar.warp.sync"] = {nothing, Kind::kMembers, "", "w", 0};
@@ -1126,6 +1161,10 @@ void add_others(std::map<std::string, Opcode>& all) {
   constexpr auto plus = [](uint32_t a, uint32_t b) { return a + b; };
   constexpr auto bit_or = [](uint32_t a, uint32_t b) { return a | b; };
   all["atom.add.u32"] = all["atom.global.add.u32"] = {atomic<decltype(plus), false, true>, Kind::kPlain, "w", "aw", 0};
+  const auto plus_float = [](uint32_t a, uint32_t b) {
+    return std::bit_cast<uint32_t>(std::bit_cast<float>(a) + std::bit_cast<float>(b));
+  };
+  all["atom.global.add.f32"] = {atomic<decltype(plus_float), false, true>, Kind::kPlain, "w", "aw", 0};
   all["atom.shared.or.b32"] = {atomic<decltype(bit_or), true, true>, Kind::kPlain, "w", "aw", 0};
   all["st.release.gpu.global.u64"] = {store<uint64_t, false>, Kind::kPlain, "", "ad", 0};
   all["ld.acquire.gpu.global.u64"] = {load_acquire, Kind::kPlain, "d", "a", 0};
@@ -1164,6 +1203,7 @@ void add_others(std::map<std::string, Opcode>& all) {
   all["cp.async.bulk.wait_group.read"] = {wait_for_stores, Kind::kPlain, "", "w", 0};
 
   all["ldmatrix.sync.aligned.m8n8.x4.shared.b16"] = {load_matrices, Kind::kTogether, "wwww", "a", 0};
+  all["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"] = {load_matrices_transposed, Kind::kTogether, "wwww", "a", 0};
   all["stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"] = {store_matrices_transposed, Kind::kTogether, "", "awwww", 0};
   all["movmatrix.sync.aligned.m8n8.trans.b16"] = {transpose, Kind::kTogether, "w", "w", 0};
   const std::string mma = "mma.sync.aligned.m16n8k";

@@ -25,6 +25,7 @@
 #include "cuda/quantize_activation.h"
 #include "cuda/quantized_matmul.h"
 #include "cuda/ragged.h"
+#include "cuda/scales_gradient.h"
 #include "dequant/selftest.h"
 #include "layout.h"
 
@@ -246,6 +247,41 @@ void ragged_products() {
   }
 }
 
+void scales_gradients() {
+  for (const DType type : {DType::kBF16, DType::kF16}) {
+    for (const int bits : {4, 8}) {
+      for (const int block : {32, 64, 128}) {
+        for (const int64_t m : {1, 50, 200, 700}) {
+          for (const int64_t experts : {0, 5, 40}) {
+            Case c;
+            const int64_t k = seen % 2 ? 328 : 640, n = seen % 3 ? 264 : 72,
+                          batch = experts > 0 ? experts : 1 + seen % 2;
+            ScalesGradientArgs args{};
+            args.batch = batch, args.m = m, args.k = k, args.n = n, args.bits = bits, args.block = block;
+            args.x_dtype = type;
+            const int64_t entries = experts > 0 ? 1 : batch, words = ceil_div(n, kTileN) * ceil_div(k, tile_k(bits));
+            args.x = c.numbers(entries * m * k, type);
+            args.dy = c.numbers(entries * m * n, type);
+            args.qw = static_cast<const uint32_t*>(c.words(batch * words * kTileWords));
+            args.x_batch_stride = entries > 1 ? m * k : 0;
+            args.dy_batch_stride = entries > 1 ? m * n : 0;
+            args.qw_batch_stride = batch > 1 ? words * kTileWords : 0;
+            if (experts > 0) {
+              std::vector<int32_t> limits(experts + 1);
+              for (int64_t e = 1; e <= experts; ++e) limits[e] = static_cast<int32_t>(random_word() % (m + 1));
+              std::sort(limits.begin(), limits.end());
+              args.limits = static_cast<const int32_t*>(c.copy(limits.data(), limits.size() * 4));
+            }
+            const int64_t bytes = batch * ceil_div(k, block) * n * 4;
+            args.y = static_cast<float*>(c.room(bytes));
+            c.run("gradient of scales", args.y, bytes, [&] { return launch_scales_gradient(args, nullptr); });
+          }
+        }
+      }
+    }
+  }
+}
+
 void convolutions() {
   for (const DType type : {DType::kBF16, DType::kF16}) {
     for (const int bits : {4, 8}) {
@@ -382,6 +418,7 @@ int main(int argc, char** argv) {
   products();
   transposed_products();
   ragged_products();
+  scales_gradients();
   convolutions();
   convolutions_in_groups();
   quantized_products();

@@ -1,0 +1,119 @@
+"""The gradient of scales on a GPU, by the kernel that keeps no gradient of a dense weight."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from reference import Weight, assert_scales_gradient, random_weight, random_x
+
+import jax_wonly as jw
+from jax_wonly import _abi
+
+pytestmark = pytest.mark.gpu
+
+
+@jax.jit
+def of_product(x, qt, dy):
+    return jax.vjp(lambda s: jw.matmul(x, dataclasses.replace(qt, scales=s)), qt.scales)[1](dy)[0]
+
+
+@jax.jit
+def of_experts(x, qt, sizes, dy):
+    return jax.vjp(lambda s: jw.ragged_dot(x, dataclasses.replace(qt, scales=s), sizes), qt.scales)[1](dy)[0]
+
+
+@jax.jit
+def of_ids(x, qt, ids, dy):
+    return jax.vjp(lambda s: jw.gather_matmul(x, dataclasses.replace(qt, scales=s), ids), qt.scales)[1](dy)[0]
+
+
+def runs_kernel(function, *operands) -> bool:
+    return _abi.SCALES_GRADIENT in function.lower(*operands).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros", "float_zeros", "offsets"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kernel(rng, bits, mode, dtype):
+    """Groups of every size, rows of a part of, one and several tiles of both kernels, and sizes that are no multiple of
+    one; many rows of a small weight are split."""
+    for group_size, m, k, n in [
+        (32, 257, 1184, 2568),
+        (None, 700, 520, 264),
+        (64, 1030, 2112, 4104),
+        (128, 1, 384, 264),
+        (32, 40, 416, 136),
+        (64, 300, 192, 1096),
+        (256, 128, 1280, 72),
+        (None, 129, 1096, 520),
+        (None, 7, 40, 8),
+        (128, 33, 4224, 2056),
+    ]:
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode)
+        x, dy = random_x(rng, (m, k), dtype), random_x(rng, (m, n), dtype)
+        assert runs_kernel(of_product, x, weight.qt, dy)
+        ds = of_product(x, weight.qt, dy)
+        assert_scales_gradient(ds, x, dy, weight)
+        np.testing.assert_array_equal(ds, of_product(x, weight.qt, dy))
+
+
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize("experts", [5, 70])
+def test_experts(rng, experts, mode):
+    """Sizes with experts that have no rows, first and last ones too, and rows that no expert has; infinities of one
+    expert stay its own."""
+    for group_size, k, n, mean in [(128, 384, 200, 3), (32, 96, 136, 60), (None, 200, 264, 150), (64, 64, 72, 0.4)]:
+        sizes = rng.poisson(mean, experts) * (rng.uniform(0, 1, experts) < 0.7)
+        sizes[[0, -1]] = 0
+        sizes[1] += 1
+        ends = np.cumsum(sizes)
+        m = int(ends[-1]) + 5
+        weight = random_weight(rng, k, n, group_size=group_size, mode=mode, lead=(experts,))
+        x, dy = random_x(rng, (m, k), "bfloat16"), random_x(rng, (m, n), "bfloat16")
+        ids = np.repeat(np.arange(experts), sizes)
+        order = rng.permutation(m)
+        every = np.concatenate([ids, [-1, experts, experts + 7, -3, experts]]).astype(np.int32)
+        operands = (x, weight.qt, jnp.asarray(sizes, jnp.int32), dy)
+        assert runs_kernel(of_experts, *operands)
+        ds = of_experts(*operands)
+        by_ids = of_ids(x[order], weight.qt, jnp.asarray(every[order]), dy[order])
+        for e in range(experts):
+            rows = slice(ends[e] - sizes[e], ends[e])
+            one = Weight(weight.qt[e], weight.dense[e], weight.magnitude[e])
+            if sizes[e] == 0:
+                assert not np.asarray(ds[e]).any() and not np.asarray(by_ids[e]).any()
+                continue
+            assert_scales_gradient(ds[e], x[rows], dy[rows], one)
+            assert_scales_gradient(by_ids[e], x[rows], dy[rows], one)
+        first = int(ends[1] - sizes[1])
+        spoilt = of_experts(x.at[first].set(jnp.inf), *operands[1:])
+        assert not np.isfinite(np.asarray(spoilt[1])).all()
+        np.testing.assert_array_equal(spoilt[2:], ds[2:])
+
+
+def test_batches(rng):
+    """Entries with weights of their own, or one weight, and rows of their own, or the same ones."""
+    weight = random_weight(rng, 256, 200, group_size=64, lead=(3,))
+    one = Weight(weight.qt[0], weight.dense[0], weight.magnitude[0])
+    x, dy = random_x(rng, (3, 50, 256), "bfloat16"), random_x(rng, (3, 50, 200), "bfloat16")
+    for e, ds in enumerate(jax.vmap(of_product)(x, weight.qt, dy)):
+        assert_scales_gradient(ds, x[e], dy[e], Weight(weight.qt[e], weight.dense[e], weight.magnitude[e]))
+    for e, ds in enumerate(jax.vmap(of_product, (None, 0, 0))(x[0], weight.qt, dy)):
+        assert_scales_gradient(ds, x[0], dy[e], Weight(weight.qt[e], weight.dense[e], weight.magnitude[e]))
+    for e, ds in enumerate(jax.vmap(of_product, (0, None, None))(x, one.qt, dy[1])):
+        assert_scales_gradient(ds, x[e], dy[1], one)
+
+
+def test_other_operands(rng):
+    """What the kernel does not take has the same gradient: tables, float32, and rows that are not aligned."""
+    for mode, dtype, k, n in [
+        ("table", "bfloat16", 128, 72),
+        ("symmetric", "float32", 128, 72),
+        ("integer_zeros", "bfloat16", 36, 77),
+    ]:
+        weight = random_weight(rng, k, n, mode=mode, group_size=64 if k == 128 else None)
+        x, dy = random_x(rng, (37, k), dtype), random_x(rng, (37, n), dtype)
+        assert not runs_kernel(of_product, x, weight.qt, dy)
+        assert_scales_gradient(of_product(x, weight.qt, dy), x, dy, weight)
