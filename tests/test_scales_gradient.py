@@ -59,6 +59,39 @@ def test_experts(rng, mode, dtype):
             assert_scales_gradient(ds[e], x[rows], dy[rows], one)
 
 
+@pytest.mark.parametrize("mode", ["float_zeros", "offsets"])
+@pytest.mark.parametrize("product", [jw.ragged_dot, jw.gather_matmul])
+def test_shifts_of_experts(rng, product, mode):
+    """Of float zeros and offsets, beside derivatives of a product with dense weights."""
+    weight = random_weight(rng, 64, 24, group_size=32, mode=mode, lead=(4,))
+    field = "zeros" if mode == "float_zeros" else "offsets"
+    sizes = jnp.asarray([3, 0, 40, 2], jnp.int32)
+    ids = jnp.repeat(jnp.arange(4), sizes, total_repeat_length=45)
+    rows = sizes if product is jw.ragged_dot else ids
+    x, dy = random_x(rng, (45, 64)), random_x(rng, (45, 24))
+
+    def of_shift(x, shift):
+        return product(x, dataclasses.replace(weight.qt, **{field: shift}), rows)
+
+    def plain(x, shift):
+        codes = jw.unpack(weight.qt.qvalue, 4, 64, 24).astype(jnp.float32)
+        scales, shift = (jnp.repeat(a, 32, axis=1) for a in (weight.qt.scales, shift))
+        dense = codes * scales + shift if mode == "offsets" else (codes - shift) * scales
+        return jnp.einsum("mk,mkn->mn", x, dense[ids], precision="highest")
+
+    shift = getattr(weight.qt, field)
+    tangents = random_x(rng, x.shape), random_x(rng, shift.shape)
+    for derivative in (
+        lambda f: jax.jvp(f, (x, shift), tangents),
+        lambda f: jax.vjp(f, x, shift)[1](dy),
+        lambda f: jax.jvp(lambda x, s: jax.vjp(f, x, s)[1](dy), (x, shift), tangents),
+        lambda f: jax.vmap(lambda dy: jax.vjp(f, x, shift)[1](dy))(jnp.stack([dy, 2 * dy])),
+    ):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-3), derivative(of_shift), derivative(plain)
+        )
+
+
 @pytest.mark.parametrize("experts", [False, True])
 def test_derivatives(rng, experts):
     """It is linear in x and in the cotangent, and its derivatives are products with the packed weights."""
@@ -144,5 +177,12 @@ def test_program_on_a_gpu(rng):
         assert program.count(_abi.SCALES_GRADIENT) == 1 and "256x320xf32" not in program
     program = text(*operands("bfloat16", lead=(4,)), jnp.full(4, 8, jnp.int32))
     assert program.count(_abi.SCALES_GRADIENT) == 1 and "256x320xf32" not in program
+    x, qt, dy = operands("bfloat16", "offsets", lead=(4,))
+    sizes = jnp.full(4, 8, jnp.int32)
+    of_offsets = jax.jit(
+        lambda o: jax.vjp(lambda o: jw.ragged_dot(x, dataclasses.replace(qt, offsets=o), sizes), o)[1](dy)
+    )
+    program = of_offsets.trace(qt.offsets).lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count(_abi.SCALES_GRADIENT) == 1 and "ragged_dot" not in program
     for others in [operands("float32"), operands("bfloat16", "table"), operands("bfloat16", k=36, n=77)]:
         assert _abi.SCALES_GRADIENT not in text(*others)

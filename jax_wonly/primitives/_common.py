@@ -71,3 +71,8 @@ def parameters_alike(scales: jax.Array, rest: Sequence[jax.Array], shift_mode: S
 
     types = _cuda_dispatch.parameter_types(scales.dtype, rest[0].dtype)
     return scales.astype(types[0]), rest[0].astype(types[1]), *rest[1:]
+
+
+def group_sums(x, groups: int):
+    """``[..., K] -> [..., G]``: float32 sums of the inputs of each group."""
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1).sum(-1)

@@ -26,7 +26,13 @@ from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly._table import Table, as_operand
 from jax_wonly.primitives import dequantize, scales_gradient
-from jax_wonly.primitives._common import align_varying, make_primitive, parameters_alike, register_lowerings
+from jax_wonly.primitives._common import (
+    align_varying,
+    group_sums,
+    make_primitive,
+    parameters_alike,
+    register_lowerings,
+)
 from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
 from jax_wonly.primitives.matmul import (
     ACTIVATIONS,
@@ -34,7 +40,6 @@ from jax_wonly.primitives.matmul import (
     before_activation,
     compute_dtype,
     dense_precision,
-    group_sums,
     linear_in_scales,
     split_rest,
     zeros_beyond_middle,
@@ -342,11 +347,58 @@ def _shift_tangent(x, scales, shift_dot, rows, p: Params):
     per_group = shift_dot.astype(jnp.float32)
     if p.shift_mode == ShiftMode.ZEROS:
         per_group = -per_group * scales.astype(jnp.float32)
-    groups = per_group.shape[1]
+    return ragged_groups_p.bind(*align_varying(x, per_group, rows), params=p)
+
+
+# ``wonly_ragged_groups``: the ragged product with weights that are the same for all inputs of a group,
+# ``per_group f32[E, G, N]``. XLA's operations, but for its cotangent of those weights, which XLA makes of all rows for
+# each expert: that is the gradient of scales with codes that are all one.
+ragged_groups_p = make_primitive("wonly_ragged_groups")
+
+
+def _of_groups(x, per_group, rows, *, params: Params, platform: str = ""):
+    del platform
+    p, groups = params, per_group.shape[1]
     if not p.transpose:
         return _dense_ragged(group_sums(x, groups), per_group, rows, p)
     y = _dense_ragged(x.astype(jnp.float32), jnp.swapaxes(per_group, 1, 2), rows, p)
     return jnp.repeat(y, p.k // groups, axis=-1)
+
+
+@ragged_groups_p.def_abstract_eval
+def _groups_abstract(x, per_group, rows, *, params: Params):
+    shape = _result_shape(x, per_group, rows, params)
+    return x.update(shape=shape, dtype=jnp.dtype(jnp.float32), weak_type=False)
+
+
+def _groups_batch(operands, axes, *, params: Params):
+    return jax.vmap(partial(_of_groups, params=params), axes)(*operands), 0
+
+
+def _groups_jvp(primals, tangents, *, params: Params):
+    x, per_group, rows = primals
+    x_dot, per_group_dot, _ = tangents
+    y = ragged_groups_p.bind(*primals, params=params)
+    terms = []
+    if not isinstance(x_dot, ad.Zero):
+        terms.append(ragged_groups_p.bind(x_dot, per_group, rows, params=params))
+    if not isinstance(per_group_dot, ad.Zero):
+        terms.append(ragged_groups_p.bind(x, per_group_dot, rows, params=params))
+    if not terms:
+        return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+    return y, terms[0] if len(terms) == 1 else terms[0] + terms[1]
+
+
+def _groups_transpose(ct, x, per_group, rows, *, params: Params):
+    p = params
+    if isinstance(ct, ad.Zero):
+        return None, None, None
+    if ad.is_undefined_primal(x):
+        of_x = jax.linear_transpose(lambda x: _of_groups(x, per_group, rows, params=p), x.aval)
+        return of_x(ct)[0], None, None
+    experts, groups, n = per_group.aval.shape
+    ct = ct.astype(x.dtype) if p.out_dtype == x.dtype else ct  # it has come through that type
+    return None, _sums_gradient(*_in_order(ct, x, rows, experts, p), groups, n, p), None
 
 
 def _transpose(ct, x, qw, scales, rows, *rest, params: Params):
@@ -378,9 +430,9 @@ def _transpose(ct, x, qw, scales, rows, *rest, params: Params):
     return none
 
 
-def _scales_cotangent(ct, x, qw, rows, shift, aval, p: Params):
-    """As for a single weight, of each expert and its rows, which are put in the order of the experts first."""
-    experts, groups, n = aval.shape
+def _in_order(ct, x, rows, experts: int, p: Params):
+    """What meets the inputs of the weights and what their outputs, ``[1, M, K]`` and ``[1, M, N]``, in the order of the
+    experts, and where the rows of each end, ``s32[E + 1]`` from 0 on."""
     if p.row_mode == RowMode.SIZES:
         ends = _ends(rows, x.shape[0])
     else:
@@ -388,16 +440,25 @@ def _scales_cotangent(ct, x, qw, rows, shift, aval, p: Params):
         order = jnp.argsort(ids)
         x, ct = x[order // p.repeat], ct[order]
         ends = jnp.cumsum((ids[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32))
-    limits = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends.astype(jnp.int32)])
-    inputs, outputs = (a[None] for a in ((ct, x) if p.transpose else (x, ct)))
+    inputs, outputs = (ct, x) if p.transpose else (x, ct)
+    return inputs[None], outputs[None], jnp.concatenate([jnp.zeros((1,), jnp.int32), ends.astype(jnp.int32)])
 
-    def gradient(qw, table):
-        of_codes = scales_gradient.Params(p.bits, p.k, groups, p.implementation, table)
-        return scales_gradient.scales_gradient(inputs, qw, outputs, limits, params=of_codes)
 
-    y = gradient(qw, p.table)
+def _sums_gradient(inputs, outputs, limits, groups: int, n: int, p: Params):
+    """``sum_m outputs (sum_k inputs)`` over the inputs of each group and the rows of each expert, f32 ``[E, G, N]``."""
+    of_sums = scales_gradient.Params(p.bits, p.k, groups, p.implementation, sums=True)
+    codes = scales_gradient.unit_codes(p.bits, p.k, n)
+    return scales_gradient.scales_gradient(inputs, codes, outputs, limits, params=of_sums)
+
+
+def _scales_cotangent(ct, x, qw, rows, shift, aval, p: Params):
+    """As for a single weight, of each expert and its rows, which are put in the order of the experts first."""
+    experts, groups, n = aval.shape
+    operands = inputs, outputs, limits = _in_order(ct, x, rows, experts, p)
+    of_codes = scales_gradient.Params(p.bits, p.k, groups, p.implementation, p.table)
+    y = scales_gradient.scales_gradient(inputs, qw, outputs, limits, params=of_codes)
     if shift:
-        y = y - zeros_beyond_middle(shift[0], p.bits) * gradient(scales_gradient.unit_codes(p.bits, p.k, n), None)
+        y = y - zeros_beyond_middle(shift[0], p.bits) * _sums_gradient(*operands, groups, n, p)
     return y.astype(aval.dtype)
 
 
@@ -406,3 +467,7 @@ allow_partitioning(ragged_matmul_p)
 batching.primitive_batchers[ragged_matmul_p] = _batch
 ad.primitive_jvps[ragged_matmul_p] = _jvp
 ad.primitive_transposes[ragged_matmul_p] = _transpose
+register_lowerings(ragged_groups_p, _of_groups)
+batching.primitive_batchers[ragged_groups_p] = _groups_batch
+ad.primitive_jvps[ragged_groups_p] = _groups_jvp
+ad.primitive_transposes[ragged_groups_p] = _groups_transpose

@@ -30,6 +30,7 @@ from jax_wonly._table import Table, as_operand
 from jax_wonly.primitives import activations, dequantize, scales_gradient
 from jax_wonly.primitives._common import (
     align_varying,
+    group_sums,
     make_primitive,
     merge_batch,
     parameters_alike,
@@ -300,11 +301,6 @@ def _batch(operands, axes, *, params: Params):
 
 
 # Differentiation.
-
-
-def group_sums(x, groups: int):
-    """``[..., K] -> [..., G]``: float32 sums of the inputs of each group."""
-    return x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1).sum(-1)
 
 
 def _dense_f32(x, w):

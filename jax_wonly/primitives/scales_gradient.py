@@ -30,7 +30,7 @@ from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly._format import TILE_N, packed_shape
 from jax_wonly._table import Table
 from jax_wonly.primitives import dequantize
-from jax_wonly.primitives._common import align_varying, make_primitive, merge_batch, register_lowerings
+from jax_wonly.primitives._common import align_varying, group_sums, make_primitive, merge_batch, register_lowerings
 from jax_wonly.primitives.matmul_sharding import (
     RuleBuilder,
     allow_partitioning,
@@ -56,6 +56,8 @@ class Params(NamedTuple):
     groups: int
     implementation: str | None
     table: Table | None = None
+    sums: bool = False
+    """Whether codes are those of ``unit_codes``, so that the sums of each group's inputs are enough."""
 
 
 def scales_gradient(x, qw, dy, *limits, params: Params) -> jax.Array:
@@ -87,7 +89,9 @@ def _dense_gradient(x, dy) -> jax.Array:
 
 
 def _of_dense(dw, qw, p: Params) -> jax.Array:
-    """``[B, G, N]`` of the gradient ``[B, K, N]`` of a dense weight."""
+    """``[B, G, N]`` of the gradient ``[B, K, N]`` of a dense weight, or of sums of groups."""
+    if p.sums:
+        return dw
     n = dw.shape[-1]
     codes = dequantize.centred_codes(
         qw, None, bits=p.bits, shift_mode=ShiftMode.NONE, k=p.k, n=n, groups=p.groups, table=p.table
@@ -98,6 +102,8 @@ def _of_dense(dw, qw, p: Params) -> jax.Array:
 def _reference(x, qw, dy, *limits, params: Params) -> jax.Array:
     """XLA's operations alone."""
     p = params
+    if p.sums:
+        x = group_sums(x, p.groups)
     if limits:
         return _reference_of_experts(x[0], qw, dy[0], *limits, p=p)
     n, tiles = dy.shape[-1], qw.shape[1]
@@ -127,10 +133,12 @@ def _reference_of_experts(x, qw, dy, limits, *, p: Params) -> jax.Array:
     rows = min(max(rows, _ROWS[0]), _ROWS[1])
     # Whatever row a slice begins at, it is there.
     x, dy = (jnp.pad(a, ((0, rows), (0, 0))) for a in (x, dy))
-    start, *_ = align_varying(jnp.zeros((p.k, n), jnp.float32), x, qw, dy, limits)
+    start, *_ = align_varying(jnp.zeros((x.shape[1], n), jnp.float32), x, qw, dy, limits)
+
+    shared = qw.shape[0] == 1
 
     def of_expert(entry):
-        qw, first, end = entry
+        first, end, *own = entry
 
         def add(i, dw):
             at = first + i * rows
@@ -139,15 +147,14 @@ def _reference_of_experts(x, qw, dy, limits, *, p: Params) -> jax.Array:
             return dw + _dense_gradient(*some)
 
         dw = lax.fori_loop(0, (end - first + rows - 1) // rows, add, start)
-        return _of_dense(dw[None], qw[None], p)[0]
+        return _of_dense(dw[None], qw if shared else own[0][None], p)[0]
 
     def none(entry):
         del entry
         return align_varying(jnp.zeros((p.groups, n), jnp.float32), x, qw, dy, limits)[0]
 
-    qw = jnp.broadcast_to(qw, (experts, *qw.shape[1:]))
-    entries = (qw, limits[:-1], limits[1:])
-    return lax.map(lambda entry: lax.cond(entry[2] > entry[1], of_expert, none, entry), entries)
+    entries = (limits[:-1], limits[1:]) if shared else (limits[:-1], limits[1:], qw)
+    return lax.map(lambda entry: lax.cond(entry[1] > entry[0], of_expert, none, entry), entries)
 
 
 def _native(x, qw, dy, *limits, params: Params, platform: str) -> jax.Array:

@@ -332,6 +332,11 @@ void vote_all(Warp& w, const Instruction& i, Mask lanes) {
   const bool all = (w.predicate(i.operands[1]) & lanes) == lanes;
   to = (to & ~lanes) | (all ? lanes : 0);
 }
+void vote_any(Warp& w, const Instruction& i, Mask lanes) {
+  Mask& to = w.predicates[static_cast<size_t>(i.operands[0].at)];
+  const bool any = (w.predicate(i.operands[1]) & lanes) != 0;
+  to = (to & ~lanes) | (any ? lanes : 0);
+}
 void match_any(Warp& w, const Instruction& i, Mask lanes) {
   const auto* const a = w.row<uint32_t>(i.operands[1]);
   Mask found[kLanes];
@@ -1073,6 +1078,11 @@ void add_insertion(std::map<std::string, Opcode>& all, const std::string& name) 
 }
 
 void add_others(std::map<std::string, Opcode>& all) {
+  all["mul.hi.u64"] = arithmetic<uint64_t, uint64_t, uint64_t>([](uint64_t a, uint64_t b) {
+    const uint64_t low = 0xffffffff, middle = (a & low) * (b & low) >> 32;
+    const uint64_t left = (a >> 32) * (b & low) + middle, right = (a & low) * (b >> 32) + (left & low);
+    return (a >> 32) * (b >> 32) + (left >> 32) + (right >> 32);
+  });
   all["mul.hi.u32"] = arithmetic<uint32_t, uint32_t, uint32_t>(
       [](uint32_t a, uint32_t b) { return static_cast<uint32_t>(uint64_t{a} * b >> 32); });
   all["mul.wide.u32"] =
@@ -1136,6 +1146,7 @@ void add_others(std::map<std::string, Opcode>& all) {
   all["shfl.sync.up.b32"] = {shuffle<FromBelow>, Kind::kMembers, "wx", "wwww", 0};
   all["vote.sync.ballot.b32"] = {ballot, Kind::kMembers, "w", "pw", 0};
   all["vote.sync.all.pred"] = {vote_all, Kind::kMembers, "p", "pw", 0};
+  all["vote.sync.any.pred"] = {vote_any, Kind::kMembers, "p", "pw", 0};
   all["match.any.sync.b32"] = {match_any, Kind::kMembers, "w", "ww", 0};
   all["redux.sync.add.u32"] = all["redux.sync.add.s32"] = {reduce_add, Kind::kMembers, "w", "ww", 0};
   all["redux.sync.max.u32"] = {reduce_max, Kind::kMembers, "w", "ww", 0};

@@ -93,6 +93,32 @@ def test_experts(rng, experts, mode):
         np.testing.assert_array_equal(spoilt[2:], ds[2:])
 
 
+@pytest.mark.parametrize("mode", ["float_zeros", "offsets"])
+def test_shifts_of_experts(rng, mode):
+    """Float zeros and offsets, whose cotangents are those of scales with codes that are all one."""
+    experts, k, n, sizes = 9, 256, 136, np.array([0, 3, 300, 0, 40, 1, 64, 129, 0])
+    ends, field = np.cumsum(sizes), "zeros" if mode == "float_zeros" else "offsets"
+    weight = random_weight(rng, k, n, group_size=64, mode=mode, lead=(experts,))
+    x, dy = random_x(rng, (int(ends[-1]) + 4, k), "bfloat16"), random_x(rng, (int(ends[-1]) + 4, n), "bfloat16")
+
+    @jax.jit
+    def of_shift(x, qt, sizes, dy):
+        shift = getattr(qt, field)
+        return jax.vjp(lambda s: jw.ragged_dot(x, dataclasses.replace(qt, **{field: s}), sizes), shift)[1](dy)[0]
+
+    operands = x, weight.qt, jnp.asarray(sizes, jnp.int32), dy
+    assert runs_kernel(of_shift, *operands)
+    got = np.asarray(of_shift(*operands)).astype(np.float64)
+    x64, dy64 = (np.asarray(a).astype(np.float64) for a in (x, dy))
+    for e in range(experts):
+        mine = slice(ends[e] - sizes[e], ends[e])
+        factor = -np.asarray(weight.qt.scales[e]).astype(np.float64) if field == "zeros" else 1.0
+        sums = x64[mine].reshape(-1, k // 64, 64)
+        exact = factor * (sums.sum(-1).T @ dy64[mine])
+        bound = 2.0**-19 * np.abs(factor) * (np.abs(sums).sum(-1).T @ np.abs(dy64[mine])) + 1e-7
+        assert (np.abs(got[e] - exact) <= bound).all()
+
+
 def test_batches(rng):
     """Entries with weights of their own, or one weight, and rows of their own, or the same ones."""
     weight = random_weight(rng, 256, 200, group_size=64, lead=(3,))
