@@ -1,6 +1,7 @@
 """What the benchmarks of GPU kernels share: options and the result file. How they are timed is in jax_wonly._timing."""
 
 import argparse
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -55,6 +56,15 @@ def gradient_of(product: Callable, k: int, axes: int = -1) -> Callable:
         return jax.linear_transpose(lambda x: product(x, *others), x)(dy)[0]
 
     return dx
+
+
+def scales_gradient(product: Callable) -> Callable:
+    """``(x, qt, dy, ...) -> ds`` of ``product(x, qt, ...)``, whose scales ``ds`` is the cotangent of."""
+
+    def ds(x, qt, dy, *rest):
+        return jax.vjp(lambda s: product(x, dataclasses.replace(qt, scales=s), *rest), qt.scales)[1](dy)[0]
+
+    return ds
 
 
 def command(*words: str) -> str:

@@ -1,4 +1,5 @@
-"""Times the public functions on random schemes and shapes: products, experts' products, and gradients of both.
+"""Times the public functions on random schemes and shapes: products, experts' products, and gradients of both, of the
+activations and of the scales.
 
     python benchmarks/random_calls.py --output FILE [--seed N] [--weights 20] [--op matmul experts ...]
     python benchmarks/random_calls.py --output FILE --compare EARLIER    the same draws, beside those of another build
@@ -23,13 +24,13 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune
 
 import jax.numpy as jnp
 import numpy as np
-from _common import add_results, gradient_of, require_gpu, save
+from _common import add_results, gradient_of, require_gpu, save, scales_gradient
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
 from jax_wonly.progress import progress
 
-OPERATIONS = ("matmul", "gradient", "experts", "experts_gradient")
+OPERATIONS = ("matmul", "gradient", "experts", "experts_gradient", "scales", "experts_scales")
 SHAPES = ((4096, 14336), (14336, 4096), (4096, 4096), (4096, 6144), (8192, 28672), (8192, 8192), (8192, 10240))
 SHAPES += ((3584, 18944), (18944, 3584), (5120, 27648), (5120, 5120), (4096, 11008), (11008, 4096), (2048, 8192))
 SHAPES += ((2048, 2048), (7168, 2048), (2560, 9728), (3072, 8192), (1024, 4096), (2880, 5760), (8192, 1024), (768, 768))
@@ -91,6 +92,7 @@ def random_calls(op: str, seed: int, index: int) -> Iterator[tuple[dict, Callabl
     """Of one weight: what a call is, its function, and sets of operands."""
     draw, numbers = random.Random(f"{op} {seed} {index}"), np.random.default_rng([OPERATIONS.index(op), seed, index])
     scheme, gradient, experts = random_scheme(draw), op.endswith("gradient"), op.startswith("experts")
+    of_scales = op.endswith("scales")
     k, n = draw.choice(EXPERTS if experts else SHAPES)
     if k % (scheme["group_size"] or k):
         scheme["group_size"] = None
@@ -105,12 +107,16 @@ def random_calls(op: str, seed: int, index: int) -> Iterator[tuple[dict, Callabl
     product = jw.ragged_dot if experts else jw.matmul
     for m in row_counts(draw, 4 * count, min(1500 * count, 32768)) if experts else row_counts(draw, 64, 4096):
         rows = (m,) if experts or not lead else (*lead, m)
-        x = jnp.asarray(numbers.standard_normal((*rows, n if gradient else k), np.float32) + 0.3, scheme["dtype"])
-        rest: tuple = ()
+
+        def normal(columns, rows=rows):
+            return jnp.asarray(numbers.standard_normal((*rows, columns), np.float32) + 0.3, scheme["dtype"])
+
+        x = normal(n if gradient else k)
+        rest: tuple = (normal(n),) if of_scales else ()
         if experts:
             shares = numbers.dirichlet(np.full(count, draw.choice((0.2, 1.0, 5.0))))
-            rest = (jnp.asarray(numbers.multinomial(m, shares), jnp.int32),)
-        function = gradient_of(product, k) if gradient else product
+            rest += (jnp.asarray(numbers.multinomial(m, shares), jnp.int32),)
+        function = gradient_of(product, k) if gradient else scales_gradient(product) if of_scales else product
         what = {"op": op, **scheme, "k": k, "n": n, "lead": list(lead), "m": m, "draw": index}
         yield what, function, [(x, weight, *rest) for weight in weights]
 

@@ -9,13 +9,12 @@ Everything is random data.
 """
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
+from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save, scales_gradient
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -55,15 +54,6 @@ SUITES = {
         for routing in ("balanced", "skewed")
     ],
 }
-
-
-def scales_gradient(product):
-    """``(x, qt, dy, ...) -> ds`` of ``product(x, qt, ...)``."""
-
-    def ds(x, qt, dy, *rest):
-        return jax.vjp(lambda s: product(x, dataclasses.replace(qt, scales=s), *rest), qt.scales)[1](dy)[0]
-
-    return ds
 
 
 def sizes_of(experts: int, m: int, routing: str) -> jax.Array:

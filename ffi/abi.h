@@ -23,12 +23,13 @@
 //     bits, shift_mode. The product with the transposed weights.
 //   wonly_ragged_matmul_transposed_v1(dy[My, N], qw, scales, rows s32, (shift)) -> dx[M, K], scratch s32[S]
 //     bits, shift_mode, row_mode, as in wonly_ragged_matmul_v1.
-//   wonly_scales_gradient_v1(x[Bx, M, K], qw u32[Bw, Nt, Kt, 512], dy[By, M, N], (limits s32[B + 1]))
-//       -> y f32[B, ceil(K / block), N]
-//     CUDA alone, architecture 9.0. bits; block: 32, 64 or 128. y[b, i, n] is the sum over m of dy[b, m, n] times the
-//     sum over the inputs k of block i of x[b, m, k] * (code[b, k, n] - 2^(bits - 1)). x and dy are of one 16-bit type,
-//     and K and N multiples of 8. Leading sizes are 1 or B; with limits, which ascend and are none but 0 .. M, those of
-//     x and dy are 1, and entry b has the rows from limits[b] to limits[b + 1] - 1.
+//   wonly_scales_gradient_v1(x[Bx, M, K], qw u32[Bw, Nt, Kt, 512], dy[By, M, N], (table f32[1, 1, 16]),
+//                            (limits s32[B + 1])) -> y f32[B, ceil(K / block), N]
+//     CUDA alone, architecture 9.0. bits, has_table; block: 32, 64 or 128. y[b, i, n] is the sum over m of dy[b, m, n]
+//     times the sum over the inputs k of block i of x[b, m, k] * (code[b, k, n] - 2^(bits - 1)), or, of four bits, what
+//     the table has for the code. x and dy are of one 16-bit type, and K and N multiples of 8. Leading sizes are 1 or
+//     B; with limits, which ascend and are none but 0 .. M, those of x and dy are 1, and entry b has the rows from
+//     limits[b] to limits[b + 1] - 1.
 //   wonly_quantize_activation_v1(x[M, K]) -> codes[M, Kp], scales f32[M, G], sums[M, G], (offsets f32[M, G])
 //     CUDA alone. Codes are s8 with s32 sums, or f8e4m3fn with f32 sums and no offsets; Kp is K rounded up to 16, and
 //     codes beyond K are zero. Of each 16 inputs, code 4t + 2 odd + pair is that of input 8 pair + 2t + odd.

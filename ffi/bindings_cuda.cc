@@ -183,7 +183,8 @@ ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
 }
 
 ffi::Error scales_gradient(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi::AnyBuffer dy,
-                           ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t block) {
+                           ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y, int64_t bits, int64_t block,
+                           int64_t has_table) {
   for (const auto& [name, buffer] : {std::pair{"x", &x}, {"dy", &dy}})
     WONLY_RETURN_IF_ERROR(check_rank3(name, *buffer));
   WONLY_RETURN_IF_ERROR(check_rank3("the result", *y));
@@ -192,8 +193,12 @@ ffi::Error scales_gradient(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
   args.m = x.dimensions()[1];
   args.k = x.dimensions()[2];
   args.n = dy.dimensions()[2];
-  if (rest.size() > 1) return invalid(rest.size(), " optional operands; accepted: limits, or none");
-  const bool ragged = rest.size() == 1;
+  WONLY_RETURN_IF_ERROR(check_choice("has_table", has_table, 1));
+  const size_t tables = static_cast<size_t>(has_table);
+  if (rest.size() != tables && rest.size() != tables + 1) {
+    return invalid(rest.size(), " optional operands; accepted: ", has_table == 1 ? "a table" : "none", ", and limits");
+  }
+  const bool ragged = rest.size() > tables;
   Operand of_x, of_dy;
   WONLY_RETURN_IF_ERROR(check_operand("x", x, ragged ? 1 : args.batch, true, {args.m, args.k}, false, of_x));
   WONLY_RETURN_IF_ERROR(check_operand("dy", dy, ragged ? 1 : args.batch, true, {args.m, args.n}, false, of_dy));
@@ -209,8 +214,14 @@ ffi::Error scales_gradient(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer
   WONLY_RETURN_IF_ERROR(check_type("the result", *y, ffi::DataType::F32));
   WONLY_RETURN_IF_ERROR(check_shape("the result", *y, args.batch, false, {ceil_div(args.k, block), args.n}));
   WONLY_RETURN_IF_ERROR(check_sizes(args.batch, args.m, args.k, args.n, 1));
+  if (has_table == 1) {
+    const ffi::AnyBuffer table = *rest.get<ffi::AnyBuffer>(0);
+    WONLY_RETURN_IF_ERROR(check_type("table", table, ffi::DataType::F32));
+    WONLY_RETURN_IF_ERROR(check_shape("table", table, 1, false, {1, kTableEntries}));
+    args.table = static_cast<const float*>(table.untyped_data());
+  }
   if (ragged) {
-    const ffi::AnyBuffer limits = *rest.get<ffi::AnyBuffer>(0);
+    const ffi::AnyBuffer limits = *rest.get<ffi::AnyBuffer>(tables);
     WONLY_RETURN_IF_ERROR(check_type("limits", limits, ffi::DataType::S32));
     WONLY_RETURN_IF_ERROR(check_shape("limits", limits, args.batch + 1, false, {}));
     args.limits = static_cast<const int32_t*>(limits.untyped_data());
@@ -540,10 +551,11 @@ XLA_FFI_DEFINE_HANDLER(kScalesGradient, scales_gradient,
                            .Arg<ffi::AnyBuffer>()  // x
                            .Arg<ffi::AnyBuffer>()  // qw
                            .Arg<ffi::AnyBuffer>()  // dy
-                           .RemainingArgs()        // limits
+                           .RemainingArgs()        // table, limits
                            .Ret<ffi::AnyBuffer>()  // y
                            .Attr<int64_t>("bits")
-                           .Attr<int64_t>("block"),
+                           .Attr<int64_t>("block")
+                           .Attr<int64_t>("has_table"),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kQuantize, quantize, bind_quantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kDequantize, dequantize, bind_dequantize<Stream>(), {ffi::Traits::kCmdBufferCompatible});

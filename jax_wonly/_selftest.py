@@ -261,9 +261,8 @@ def _scales_gradient(rng, platform: str) -> Iterator[Case]:
     if platform != "cuda" or not _cuda_dispatch.has_warpgroups():
         return
     rows, k, n = itertools.cycle((5, 90, 300)), 512, 136
-    for i, (bits, mode, dtype, size) in enumerate(_schemes(platform)):
-        if dtype == "float32":
-            continue
+    tables = ((4, "table", "bfloat16", 64), (4, "table", "float32", None))
+    for i, (bits, mode, dtype, size) in enumerate((*_schemes(platform), *tables)):
         experts, m, group = (3 if i % 2 else 0), next(rows), size or k
         lead = (experts,) if experts else ()
         weight = _Weight(rng, k, n, bits=bits, group_size=group, mode=mode, scale_dtype="float32", lead=lead)
@@ -273,7 +272,9 @@ def _scales_gradient(rng, platform: str) -> Iterator[Case]:
         def check(ds, x=x, dy=dy, weight=weight, ends=ends, group=group):
             x64, dy64 = x.astype(np.float64), dy.astype(np.float64)
             codes = weight.codes.reshape(-1, k, n).astype(np.float64)
-            if weight.mode != "offsets":
+            if weight.table is not None:
+                codes = weight.table.astype(np.float64)[weight.codes].reshape(codes.shape)
+            elif weight.mode != "offsets":
                 zeros = np.float64(bias_of(weight.bits)) if weight.shift is None else weight.shift.astype(np.float64)
                 zeros = np.broadcast_to(zeros, weight.scales.shape).reshape(-1, k // group, n)
                 codes = codes - np.repeat(zeros, group, axis=1)

@@ -161,7 +161,7 @@ def test_batches(rng):
 
 
 def test_program_on_a_gpu(rng):
-    """One custom call, and no gradient of a dense weight; what that does not take goes through one."""
+    """One custom call, and no gradient of a dense weight; rows that are not aligned go through one."""
 
     def text(x, qt, dy, *rest):
         product = jw.ragged_dot if rest else jw.matmul
@@ -184,5 +184,7 @@ def test_program_on_a_gpu(rng):
     )
     program = of_offsets.trace(qt.offsets).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count(_abi.SCALES_GRADIENT) == 1 and "ragged_dot" not in program
-    for others in [operands("float32"), operands("bfloat16", "table"), operands("bfloat16", k=36, n=77)]:
-        assert _abi.SCALES_GRADIENT not in text(*others)
+    for others in [operands("float32"), operands("bfloat16", "table"), operands("float32", "table")]:
+        program = text(*others)
+        assert program.count(_abi.SCALES_GRADIENT) == 1 and "256x320xf32" not in program
+    assert _abi.SCALES_GRADIENT not in text(*operands("bfloat16", k=36, n=77))

@@ -7,6 +7,7 @@ namespace {
 
 // Whether codes are streamed, or met by tiles of a dense gradient.
 bool streams(const ScalesGradientArgs& args, int multiprocessors) {
+  if (args.table != nullptr) return false;
   // Microseconds on an H100 of 128 x 128 weights and 32 rows, of 256 x 256 and 64, and of the end of a tile of these.
   constexpr float kStreamed = 0.52f, kStage = 0.65f, kEnd = 1.55f;
   // Of the rows of an entry, were they spread evenly.
@@ -22,7 +23,7 @@ bool streams(const ScalesGradientArgs& args, int multiprocessors) {
 }  // namespace
 
 bool supports(const ScalesGradientArgs& args) {
-  return args.x_dtype != DType::kF32 && args.k % 8 == 0 && args.n % 8 == 0;
+  return args.x_dtype != DType::kF32 && args.k % 8 == 0 && args.n % 8 == 0 && (args.bits == 4 || args.table == nullptr);
 }
 
 }  // namespace scales_gradient

@@ -11,7 +11,8 @@
 namespace wonly {
 
 // y[b, i, n] = sum over rows m of dy[b, m, n] * (sum over the inputs k of block i of x[b, m, k] * (code[b, k, n] -
-// bias)), W packed as layout.h says. Batch strides are in elements and 0 for an operand that all of the batch shares.
+// bias)), W packed as layout.h says; with a table, of what that has for the code. Batch strides are in elements and 0
+// for an operand that all of the batch shares.
 struct ScalesGradientArgs {
   const void* x;   // [B, M, K]
   const void* dy;  // [B, M, N], of x's type
@@ -19,7 +20,8 @@ struct ScalesGradientArgs {
   // [B + 1], ascending, on the device: entry b has rows limits[b] .. limits[b + 1] - 1 of x[M, K] and dy[M, N], whose
   // strides are 0. Null: all entries have all rows.
   const int32_t* limits;
-  float* y;  // [B, ceil(K / block), N]
+  const float* table;  // [16], of four bits; null without
+  float* y;            // [B, ceil(K / block), N]
   int64_t batch, x_batch_stride, dy_batch_stride, qw_batch_stride;
   int64_t m, k, n;
   int bits;

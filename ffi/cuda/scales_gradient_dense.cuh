@@ -28,6 +28,7 @@ namespace wonly::scales_gradient {
 struct DenseParams {
   Columns columns;
   const uint32_t* qw;
+  const float* table;  // null without
   float* y;
   int64_t qw_batch_stride;
   int k, n;
@@ -65,9 +66,10 @@ struct DenseShape {
   static constexpr int kXAt = kWarpgroups * kBoxBytes;
   static constexpr int kStageBytes = kXAt + kBoxes * kBoxBytes;
   static constexpr int kStages = 4;
-  static constexpr int kRunsAt = 512, kRingAt = 2048;
+  static constexpr int kTableAt = 256, kRunsAt = 512, kRingAt = 2048;
   static constexpr int kBytes = kRingAt + kStages * kStageBytes;
-  static_assert(2 * kStages * 8 <= kRunsAt && kRunsAt + kMostRounds * static_cast<int>(sizeof(Run)) <= kRingAt);
+  static_assert(2 * kStages * 8 <= kTableAt && kTableAt + kTableEntries * 4 <= kRunsAt &&
+                kRunsAt + kMostRounds * static_cast<int>(sizeof(Run)) <= kRingAt);
   struct Cost {  // in stages; the end of a tile takes as long as some
     __device__ static int of(int rows) { return rows == 0 ? 0 : (rows + kStageRows - 1) / kStageRows + 2; }
   };
@@ -89,6 +91,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = ptx::cluster_rank();
 
+  float* const table = reinterpret_cast<float*>(shared + S::kTableAt);
+  const bool has_table = S::kBits == 4 && params.table != nullptr;
+  if (has_table && threadIdx.x < kTableEntries) table[threadIdx.x] = params.table[threadIdx.x];
   if (warp == S::kThreads / 32 - 1) {
     if (lane == 0) {
       for (int i = 0; i < S::kStages; ++i) {
@@ -212,21 +217,38 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       release(at.before(1).slot);
 
       float sums[S::kInputs / 32][2] = {};  // of 32 inputs, of outputs n0 and n0 + 8
+      const auto add = [&](int eight, int output, const float2& of) {
+        const float* const products = acc + 4 * eight + 2 * output;
+        sums[eight / 4][output] = fmaf(products[0], of.x, fmaf(products[1], of.y, sums[eight / 4][output]));
+      };
+      if (has_table) {
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        uint32_t codes[kTileSteps][4];
-        warpgroup::convert<X, S::kBits>(words[i], minus_bias, minus_bias, codes);
-#pragma unroll
-        for (int j = 0; j < 2 * kTileSteps; ++j) {  // eights of inputs
-          const int eight = i * 2 * kTileSteps + j;
+        for (int i = 0; i < S::kInputs / 32; ++i) {  // a word of either output has 32 inputs
+          const uint4& both = words[i * kTiles / (S::kInputs / 32)];
 #pragma unroll
           for (int output = 0; output < 2; ++output) {
-            const float2 of = warpgroup::to_floats<X>(codes[j / 2][j % 2 * 2 + output]);
-            const float* const products = acc + 4 * eight + 2 * output;
-            sums[eight / 4][output] = fmaf(products[0], of.x, fmaf(products[1], of.y, sums[eight / 4][output]));
+            const uint32_t word = output == 0 ? i % 2 == 0 ? both.x : both.z : i % 2 == 0 ? both.y : both.w;
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+              add(4 * i + pair, output, {table[word >> 4 * pair & 15], table[word >> 4 * (pair + 4) & 15]});
+            }
+          }
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          uint32_t codes[kTileSteps][4];
+          warpgroup::convert<X, S::kBits>(words[i], minus_bias, minus_bias, codes);
+#pragma unroll
+          for (int j = 0; j < 2 * kTileSteps; ++j) {  // eights of inputs
+#pragma unroll
+            for (int output = 0; output < 2; ++output) {
+              add(i * 2 * kTileSteps + j, output, warpgroup::to_floats<X>(codes[j / 2][j % 2 * 2 + output]));
+            }
           }
         }
       }
+      const float unscale = has_table ? 1.f : C::kUnscale;
       // Of blocks that are larger the first has the sum.
       const int each = params.block / 32;
 #pragma unroll
@@ -234,7 +256,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
         for (int output = 0; output < 2; ++output) {
           float& sum = sums[i][output];
-          sum = quad_sum(sum) * C::kUnscale;
+          sum = quad_sum(sum) * unscale;
           if (each >= 2 && i % 2 == 1) sums[i - 1][output] += sum;
           if (each >= 4 && i % 4 == 3) sums[i - 3][output] += sums[i - 1][output];
         }
@@ -279,6 +301,7 @@ cudaError_t launch_dense(const ScalesGradientArgs& args, int multiprocessors, cu
   params.band = Divisor(band);
   params.last_band = Divisor(params.strips % band);
   params.qw = args.qw;
+  params.table = args.table;
   params.y = args.y;
   params.qw_batch_stride = args.qw_batch_stride;
   params.k = static_cast<int>(args.k);

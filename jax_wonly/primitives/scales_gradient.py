@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly._format import TILE_N, packed_shape
-from jax_wonly._table import Table
+from jax_wonly._table import Table, as_operand
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives._common import align_varying, group_sums, make_primitive, merge_batch, register_lowerings
 from jax_wonly.primitives.matmul_sharding import (
@@ -45,6 +45,7 @@ from jax_wonly.primitives.matmul_sharding import (
 scales_gradient_p = make_primitive("wonly_scales_gradient")
 
 _DENSE_BYTES = 64 << 20  # of a dense gradient in float32 at a time
+_PRODUCTS = 3  # of fp16 numbers that one of float32 numbers is
 _ROWS = (32, 1024)  # of an expert at a time, at least and at most
 
 
@@ -164,9 +165,12 @@ def _native(x, qw, dy, *limits, params: Params, platform: str) -> jax.Array:
         return _reference(x, qw, dy, *limits, params=p)
     from jax_wonly import _cuda_dispatch
 
-    if not _cuda_dispatch.has_scales_gradient(x.dtype, dy.dtype, p.k, dy.shape[-1], table=p.table is not None):
-        return _reference(x, qw, dy, *limits, params=p)
     n, group_size = dy.shape[-1], p.k // p.groups
+    if not _cuda_dispatch.has_scales_gradient(p.k, n):
+        return _reference(x, qw, dy, *limits, params=p)
+    x, dy, undo = (x, dy, ()) if x.dtype == dy.dtype and x.dtype.itemsize == 2 else _as_fp16(x, dy)
+    times = _PRODUCTS if undo else 1
+    limits = tuple(times * a for a in limits)
     block = group_size if group_size in (32, 64) else 128  # of larger groups the sums follow
     lead = limits[0].shape[0] - 1 if limits else _lead(x, qw, dy)
     parts = 1
@@ -176,10 +180,38 @@ def _native(x, qw, dy, *limits, params: Params, platform: str) -> jax.Array:
         each = -(-x.shape[1] // parts)
         limits = (jnp.minimum(jnp.arange(parts + 1, dtype=jnp.int32) * each, x.shape[1]),)
     result = jax.ShapeDtypeStruct((lead * parts, -(-p.k // block), n), jnp.float32)
-    attributes = {"bits": np.int64(p.bits), "block": np.int64(block)}
-    y = jax.ffi.ffi_call(_abi.SCALES_GRADIENT, result)(x, qw, dy, *limits, **attributes)
+    _, table = as_operand(p.table, ShiftMode.NONE, ())
+    attributes = {"bits": np.int64(p.bits), "block": np.int64(block), "has_table": np.int64(len(table))}
+    y = jax.ffi.ffi_call(_abi.SCALES_GRADIENT, result)(x, qw, dy, *table, *limits, **attributes)
     y = y.sum(0, keepdims=True) if parts > 1 else y
-    return y if y.shape[1] == p.groups else y.reshape(lead, p.groups, -1, n).sum(2)
+    y = y if y.shape[1] == p.groups else y.reshape(lead, p.groups, -1, n).sum(2)
+    for factor in undo:
+        y = y * factor
+    return y
+
+
+def _as_fp16(x, dy):
+    """float32 ``x`` and ``dy`` as two fp16 numbers each, in units of a power of two of the largest finite one, exact to
+    2^-22 of a number or 2^-39 of that: rows of which three products are theirs but for one of 2^-22, and what undoes
+    the powers."""
+
+    def split(a):
+        a = a.astype(jnp.float32)
+        finite = jnp.isfinite(a)
+        _, exponent = jnp.frexp(jnp.max(jnp.where(finite, jnp.abs(a), 0), initial=0))
+        exponent = jnp.clip(exponent, -100, 128)
+        raised = a * jnp.ldexp(jnp.float32(1), 15 - exponent)
+        high = lax.reduce_precision(raised, 5, 10)  # which XLA, unlike two conversions, leaves
+        low = jnp.where(finite, raised - high, 0)
+        return high.astype(jnp.float16), low.astype(jnp.float16), jnp.ldexp(jnp.float32(1), exponent - 15)
+
+    def rows(*pieces):  # of each row those of all pieces, so that rows of an expert stay together
+        lead, m, columns = pieces[0].shape
+        return jnp.stack(pieces, axis=2).reshape(lead, len(pieces) * m, columns)
+
+    x, x_low, x_undo = split(x)
+    dy, dy_low, dy_undo = split(dy)
+    return rows(x, x_low, x), rows(dy, dy, dy_low), (x_undo, dy_undo)
 
 
 def _lead(*operands) -> Any:

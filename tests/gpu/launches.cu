@@ -266,6 +266,8 @@ void scales_gradients() {
             args.x_batch_stride = entries > 1 ? m * k : 0;
             args.dy_batch_stride = entries > 1 ? m * n : 0;
             args.qw_batch_stride = batch > 1 ? words * kTileWords : 0;
+            if (bits == 4 && seen % 4 == 0)
+              args.table = static_cast<const float*>(c.numbers(kTableEntries, DType::kF32));
             if (experts > 0) {
               std::vector<int32_t> limits(experts + 1);
               for (int64_t e = 1; e <= experts; ++e) limits[e] = static_cast<int32_t>(random_word() % (m + 1));

@@ -132,14 +132,46 @@ def test_batches(rng):
         assert_scales_gradient(ds, x[e], dy[1], one)
 
 
-def test_other_operands(rng):
-    """What the kernel does not take has the same gradient: tables, float32, and rows that are not aligned."""
-    for mode, dtype, k, n in [
-        ("table", "bfloat16", 128, 72),
-        ("symmetric", "float32", 128, 72),
-        ("integer_zeros", "bfloat16", 36, 77),
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("mode", ["table", "symmetric", "integer_zeros", "offsets"])
+def test_tables_and_float32(rng, mode, dtype):
+    """A table's entries in the place of codes, and float32 numbers as two fp16 ones each, of any magnitude; also one
+    of them with a 16-bit operand."""
+    for group_size, m, k, n, magnitude in [
+        (64, 37, 320, 136, 1.0),
+        (None, 300, 520, 264, 1e-20),
+        (128, 1, 384, 72, 1e9),
     ]:
-        weight = random_weight(rng, k, n, mode=mode, group_size=64 if k == 128 else None)
-        x, dy = random_x(rng, (37, k), dtype), random_x(rng, (37, n), dtype)
-        assert not runs_kernel(of_product, x, weight.qt, dy)
+        weight = random_weight(rng, k, n, group_size=group_size, mode=mode)
+        x, dy = random_x(rng, (m, k), dtype), random_x(rng, (m, n), dtype)
+        if dtype == "float32":
+            x, dy = x * magnitude, dy / magnitude
+        assert runs_kernel(of_product, x, weight.qt, dy)
         assert_scales_gradient(of_product(x, weight.qt, dy), x, dy, weight)
+    experts = random_weight(rng, 128, 72, group_size=64, mode=mode, lead=(4,))
+    sizes, ends = np.array([3, 0, 150, 40]), np.array([3, 3, 153, 193])
+    x, dy = random_x(rng, (200, 128), dtype), random_x(rng, (200, 72), dtype)
+    x = x.at[199].set(jnp.inf)  # no expert's
+    ds = of_experts(x, experts.qt, jnp.asarray(sizes, jnp.int32), dy)
+    for e in range(4):
+        mine = slice(ends[e] - sizes[e], ends[e])
+        one = Weight(experts.qt[e], experts.dense[e], experts.magnitude[e])
+        if sizes[e]:
+            assert_scales_gradient(ds[e], x[mine], dy[mine], one)
+        else:
+            assert not np.asarray(ds[e]).any()
+
+
+def test_other_operands(rng):
+    """Rows that are not aligned have the same gradient, and so have cotangents of another type."""
+    weight = random_weight(rng, 36, 77, mode="integer_zeros")
+    x, dy = random_x(rng, (37, 36), "bfloat16"), random_x(rng, (37, 77), "bfloat16")
+    assert not runs_kernel(of_product, x, weight.qt, dy)
+    assert_scales_gradient(of_product(x, weight.qt, dy), x, dy, weight)
+    weight = random_weight(rng, 128, 72, group_size=32)
+    x, dy = random_x(rng, (37, 128), "bfloat16"), random_x(rng, (37, 72))
+
+    def product(scales):
+        return jw.matmul(x, dataclasses.replace(weight.qt, scales=scales), preferred_element_type=jnp.float32)
+
+    assert_scales_gradient(jax.vjp(product, weight.qt.scales)[1](dy)[0], x, dy, weight)
