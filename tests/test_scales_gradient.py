@@ -9,7 +9,7 @@ import pytest
 from reference import MODES, Weight, assert_scales_gradient, random_weight, random_x
 
 import jax_wonly as jw
-from jax_wonly import _abi
+from jax_wonly import _abi, _ffi
 from jax_wonly.primitives import scales_gradient as primitive
 
 
@@ -160,8 +160,9 @@ def test_batches(rng):
             np.testing.assert_allclose(got[e], of_experts(*one), **close)
 
 
-def test_program_on_a_gpu(rng):
+def test_program_on_a_gpu(rng, monkeypatch):
     """One custom call, and no gradient of a dense weight; rows that are not aligned go through one."""
+    monkeypatch.setattr(_ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
 
     def text(x, qt, dy, *rest):
         product = jw.ragged_dot if rest else jw.matmul
