@@ -186,12 +186,15 @@ def rounding(exact: np.ndarray, dtype) -> np.ndarray:
     return np.maximum(1.01 * UNITS[str(dtype)] * np.abs(exact), smallest / 2)
 
 
-def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtype=None, rounded_weights=False):
+def assert_product(
+    y, x, weight: Weight, *, bias=None, activation=None, out_dtype=None, rounded_weights=False, cut_off=False
+):
     """Holds ``y`` to ``activation(x @ w + bias)`` in float64.
 
     The bound is float32 accumulation of the magnitudes that are added up, one rounding of the result, and, where
     weights may be rounded to 16 bits on the way (``rounded_weights``), the random walk of those roundings, in steps of
-    many weights at once: those of a group and code are rounded alike.
+    many weights at once: those of a group and code are rounded alike. ``cut_off``: sums are those of tensor cores,
+    which do not round what they add but cut it off.
     """
     out_dtype = str(out_dtype or x.dtype)
     assert str(y.dtype) == out_dtype, (y.dtype, out_dtype)
@@ -200,7 +203,7 @@ def assert_product(y, x, weight: Weight, *, bias=None, activation=None, out_dtyp
     x64 = x64[None] if vector else x64
     k = x64.shape[-1]
     exact = x64 @ weight.dense
-    bound = 2.0**-21 * max(1.0, np.sqrt(k) / 8) * (np.abs(x64) @ weight.magnitude)
+    bound = 2.0 ** (-20 if cut_off else -21) * max(1.0, np.sqrt(k) / 8) * (np.abs(x64) @ weight.magnitude)
     if rounded_weights and str(x.dtype) != "float32":
         bound = bound + 8 * UNITS[str(x.dtype)] * np.sqrt((x64**2) @ (weight.dense**2))
     if bias is not None:
