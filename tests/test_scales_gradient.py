@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -189,3 +190,22 @@ def test_program_on_a_gpu(rng, monkeypatch):
         program = text(*others)
         assert program.count(_abi.SCALES_GRADIENT) == 1 and "256x320xf32" not in program
     assert _abi.SCALES_GRADIENT not in text(*operands("bfloat16", k=36, n=77))
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_export(rng, monkeypatch, experts):
+    """For a CPU and a GPU, of any number of rows."""
+    monkeypatch.setattr(_ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+    weight = random_weight(rng, 256, 128, group_size=64, mode="integer_zeros", lead=(3,) if experts else ())
+    rest = (jnp.asarray([2, 1, 2], jnp.int32),) if experts else ()
+
+    def ds(x, dy):
+        return gradient(jw.ragged_dot if experts else jw.matmul, x, weight.qt, dy, *rest)
+
+    (m,) = jax.export.symbolic_shape("m")
+    shapes = (jax.ShapeDtypeStruct((m, columns), jnp.bfloat16) for columns in (256, 128))
+    options = {"platforms": ("cpu", "cuda"), "disabled_checks": jw.export_disabled_checks()}
+    exported = jax.export.deserialize(jax.export.export(jax.jit(ds), **options)(*shapes).serialize())
+    assert _abi.SCALES_GRADIENT in exported.mlir_module()
+    x, dy = random_x(rng, (5, 256), "bfloat16"), random_x(rng, (5, 128), "bfloat16")
+    np.testing.assert_allclose(exported.call(x, dy), ds(x, dy), rtol=1e-5, atol=1e-4)
