@@ -50,6 +50,11 @@ def merge_batch(operands: Sequence[jax.Array], axes: Sequence[int | None]) -> tu
     return out, size, lead
 
 
+def is_zero(size) -> bool:
+    """Whether a size is known to be zero; a symbolic one is at least 1."""
+    return isinstance(size, int) and size == 0
+
+
 def align_varying(*operands: jax.Array) -> list[jax.Array]:
     """Inside ``shard_map``, lets every operand vary over the mesh axes that any of them varies over."""
 

@@ -29,6 +29,7 @@ from jax_wonly.primitives import dequantize, scales_gradient
 from jax_wonly.primitives._common import (
     align_varying,
     group_sums,
+    is_zero,
     make_primitive,
     parameters_alike,
     register_lowerings,
@@ -219,14 +220,10 @@ def _result_shape(x, scales, rows, p: Params):
     return m, p.k if p.transpose else scales.shape[-1]
 
 
-def _is_zero(size) -> bool:
-    return isinstance(size, int) and size == 0  # a symbolic size is at least 1
-
-
 def _evaluate(x, qw, scales, rows, *rest, params: Params, platform: str):
     p = params
     shape = _result_shape(x, scales, rows, p)
-    if any(map(_is_zero, shape)):
+    if any(map(is_zero, shape)):
         return jnp.zeros(shape, p.out_dtype)
     if _ffi.use_native(p.implementation, platform):
         evaluate = partial(_native, platform=platform)

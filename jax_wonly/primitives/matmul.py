@@ -31,6 +31,7 @@ from jax_wonly.primitives import activations, dequantize, scales_gradient
 from jax_wonly.primitives._common import (
     align_varying,
     group_sums,
+    is_zero,
     make_primitive,
     merge_batch,
     parameters_alike,
@@ -194,14 +195,10 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
     return _cuda_dispatch.use_kernel(_product(x, scales, shift, shift_mode, qw.shape[0], p))
 
 
-def _is_zero(size) -> bool:
-    return isinstance(size, int) and size == 0  # a symbolic size is at least 1
-
-
 def _evaluate(x, qw, scales, *rest, params: Params, platform: str):
     p = params
     out = _result_shape(x, qw, scales, *rest, p=p)
-    if any(map(_is_zero, out)):
+    if any(map(is_zero, out)):
         return jnp.zeros(out, p.out_dtype)
     if not _ffi.use_native(p.implementation, platform):
         if p.activations is not None:

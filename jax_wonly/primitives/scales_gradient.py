@@ -30,7 +30,14 @@ from jax_wonly._abi import Activation, RowMode, ShiftMode
 from jax_wonly._format import TILE_N, packed_shape
 from jax_wonly._table import Table, as_operand
 from jax_wonly.primitives import dequantize
-from jax_wonly.primitives._common import align_varying, group_sums, make_primitive, merge_batch, register_lowerings
+from jax_wonly.primitives._common import (
+    align_varying,
+    group_sums,
+    is_zero,
+    make_primitive,
+    merge_batch,
+    register_lowerings,
+)
 from jax_wonly.primitives.matmul_sharding import (
     RuleBuilder,
     allow_partitioning,
@@ -223,13 +230,9 @@ def _result_shape(x, qw, dy, *limits, p: Params):
     return lead, p.groups, dy.shape[-1]
 
 
-def _is_zero(size) -> bool:
-    return isinstance(size, int) and size == 0  # a symbolic size is at least 1
-
-
 def _evaluate(x, qw, dy, *limits, params: Params, platform: str) -> jax.Array:
     shape = _result_shape(x, qw, dy, *limits, p=params)
-    if any(map(_is_zero, (*shape, x.shape[1]))):
+    if any(map(is_zero, (*shape, x.shape[1]))):
         return jnp.zeros(shape, jnp.float32)
     if not _ffi.use_native(params.implementation, platform):
         return _reference(x, qw, dy, *limits, params=params)
