@@ -20,7 +20,9 @@ def check_cross_product(rng, *, bits, mode, x_dtype, scale_dtype, group_size, im
         x = random_x(rng, (m, k), x_dtype)
         y = jw.matmul(x, weight.qt, implementation=implementation)
         rounded = rounds_weights(implementation, x, weight.qt)
-        assert_product(y, x, weight, rounded_weights=rounded, cut_off=implementation == "cuda")
+        # What is seen of float32 x alone, where much is added up and cancelled again.
+        cut_off = implementation == "cuda" and x_dtype == "float32" and bits == 8 and mode != "symmetric"
+        assert_product(y, x, weight, rounded_weights=rounded, cut_off=cut_off)
 
 
 def check_epilogue(rng, *, bits, mode, x_dtype, activation, out_dtype, implementation, m=5):
