@@ -215,10 +215,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       me.store_placed<kPlaces, kPlacedRows, true>(static_cast<int>(args.n), static_cast<uint16_t*>(args.y), n0, kPlaces,
                                                   staged, pack, [&](int i) { return pixels[i]; });
     } else {
+      const Finish of(args, 0);
       me.store<kPlaces, kStagedRows>(
-          args, n0, kPlaces, staged, [&](int i) { return make_float2(acc[i], acc[i + 1]); },
-          [&](int i, int64_t n, const float (&values)[4]) {
-            if (const int at = pixel(i); at >= 0) finish4(args, 0, at, n, values);
+          of, n0, kPlaces, staged, [&](int i) { return make_float2(acc[i], acc[i + 1]); },
+          [&](int i, int64_t n, float (&values)[8], const float (&biases)[8]) {
+            if (const int at = pixel(i); at >= 0) finish(of, at, n, values, biases);
           });
     }
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/element.cuh"
+#include "cuda/epilogue.cuh"
 #include "cuda/matmul.h"
 #include "cuda/place.cuh"
 #include "cuda/ptx_sm90.cuh"
@@ -181,11 +182,17 @@ struct ConsumerOf {
   }
 
   // The same for results that take more than rounding, kStagedRows rows at a time: sums(i) gives sums i and i + 1, and
-  // write(row, n, values) takes outputs n .. n + 3 of a row.
+  // write(row, n, values, biases) takes outputs n .. n + 7 of a row. A thread writes the same ones of all its rows.
   template <int kColumns, int kStagedRows, typename Sums, typename Write>
-  __device__ __forceinline__ void store(const MatmulArgs& args, int64_t n0, int rows, float* staged, Sums&& sums,
+  __device__ __forceinline__ void store(const Finish& of, int64_t n0, int rows, float* staged, Sums&& sums,
                                         Write&& write) const {
-    const int thread = this->thread();
+    constexpr int kOctets = kTileN / 8;
+    static_assert(128 % kOctets == 0);
+    const int thread = this->thread(), octet = thread % kOctets;
+    const int64_t n = n0 + octet * 8;
+    const bool inside = n < of.n;
+    float biases[8] = {};
+    if (inside) load_biases(of, n, biases);
 #pragma unroll 1
     for (int base = 0; base < rows; base += kStagedRows) {
       sync();
@@ -202,12 +209,11 @@ struct ConsumerOf {
       }
       sync();
 #pragma unroll 1
-      for (int i = thread; i < min(kStagedRows, rows - base) * (kTileN / 4); i += 128) {
-        const int column = i / (kTileN / 4), quad = i % (kTileN / 4);
-        if (n0 + quad * 4 >= args.n) continue;
-        const float4 v = *reinterpret_cast<const float4*>(staged + column * kStagedStride + quad * 4);
-        const float values[4] = {v.x, v.y, v.z, v.w};
-        write(base + column, n0 + quad * 4, values);
+      for (int column = thread / kOctets; inside && column < min(kStagedRows, rows - base); column += 128 / kOctets) {
+        const float4* const at = reinterpret_cast<const float4*>(staged + column * kStagedStride + octet * 8);
+        const float4 low = at[0], high = at[1];
+        float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        write(base + column, n, values, biases);
       }
     }
   }

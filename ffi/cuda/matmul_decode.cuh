@@ -333,6 +333,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   };
 
   const uint32_t* const qw = args.qw + batch * args.qw_batch_stride;
+  prefetch_bias(args, batch, first_atom * kAtomN, (end_atom - first_atom) * kAtomN, threadIdx.x);
 
   // Digits of x, before any weights are asked for: activations, and instructions that no warp has come to yet, would
   // queue behind those at the L2, as long as memory takes for all of them. Until then it delivers the first few stages
@@ -560,6 +561,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       const int token = i / kTileN, row_of_pass = i % kTileN;
       if (row_of_pass >= rows) continue;
       const int64_t n = static_cast<int64_t>(pass_atom) * kAtomN + row_of_pass;
+      const float bias = params.cluster == 1 ? output_bias(args, batch, n) : 0.f;
       float value = 0.f;
 #pragma unroll
       for (int pair = 2; pair-- > 0;) {
@@ -575,7 +577,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         value = exact_sum(args, batch, x_row_of(token), n, k_begin, min(k_begin + stages * kStageK, args.k));
       }
       if (params.cluster == 1) {
-        finish(args, batch, row_of(token), n, value);
+        finish(args, batch, row_of(token), n, value, bias);
       } else {
         total[token * part_rows + (pass_atom - first_atom) * kAtomN + row_of_pass] = value;
       }
@@ -587,11 +589,13 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     const int rows = (end_atom - first_atom) * kAtomN;
     for (int i = rank * S::kThreads + threadIdx.x; i < tokens * rows; i += params.cluster * S::kThreads) {
       const int token = i / rows, row = i % rows;
+      const int64_t n = static_cast<int64_t>(first_atom) * kAtomN + row;
+      const float bias = output_bias(args, batch, n);
       float value = 0.f;
       for (int other = 0; other < params.cluster; ++other) {
         value += ptx::load_shared_of_rank(total + token * part_rows + row, other);
       }
-      finish(args, batch, row_of(token), static_cast<int64_t>(first_atom) * kAtomN + row, value);
+      finish(args, batch, row_of(token), n, value, bias);
     }
     ptx::cluster_leave();
   }

@@ -70,7 +70,8 @@ struct Params {
   int outputs, k_tiles;
   int log2_group_blocks;  // group size = 32 << this
   void* y;                // as args.y, near the others
-  bool plain_results;     // of the activations' type, without bias and activation, pairs of neighbours aligned
+  bool plain_results;     // of the activations' type, pairs of neighbours aligned
+  bool changes_sums;      // by a bias or an activation function
   int step_scales;        // from those of a stage of a warpgroup to those of its next
   int scale_bytes;
   Divisor of_tokens;  // of rows of those
@@ -336,6 +337,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     }
   };
   fetch_blocks(std::true_type{}, 0, 0);
+  prefetch_bias(args, batch, first_atom * kAtomN, atoms * kAtomN, static_cast<int>(thread));
 
   // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
   // there is room for sums.
@@ -556,6 +558,13 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll 1
     for (int i = warp; i < mine * (kTokens / 8); i += kThreads / 32) {
       const int strip = i / (kTokens / 8), first_token = i % (kTokens / 8) * 8;
+      const int atom_n = (first_atom + round_atom + (strip << params.log2_cluster) + rank) * kAtomN;
+      // What most products have none of lies apart from what they do.
+      float bias[2] = {};
+      if (__builtin_expect(args.has_bias, 0)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) bias[half] = output_bias(args, batch, atom_n + g + 8 * half);
+      }
       const uint8_t* at = strips + i * 512 + lane * 16;
       float sum[4] = {};
 #pragma unroll 1
@@ -570,13 +579,21 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += of_rank[j];
       }
-      const int atom_n = (first_atom + round_atom + (strip << params.log2_cluster) + rank) * kAtomN;
       bool plain = params.plain_results;
       const auto token_of = [&](int j) { return first_token + (S::kSplit ? t + j % 2 * 4 : 2 * t + j % 2); };
       if (S::kExact) {
         const float of_tokens =
             (token_of(0) < tokens ? sum[0] + sum[2] : 0.f) + (token_of(1) < tokens ? sum[1] + sum[3] : 0.f);
         plain = plain && __all_sync(0xffffffffu, isfinite(of_tokens));
+      }
+      if (__builtin_expect(plain && params.changes_sums, 0)) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] += bias[j / 2];
+        if constexpr (S::kSplit) {
+          apply(args.activation, sum);
+        } else {
+          apply_rounded(args.activation, sum);
+        }
       }
       if (plain && S::kSplit) {
 #pragma unroll
@@ -607,7 +624,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
           // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
           // weight times it is.
           if (S::kExact && !isfinite(of_one)) of_one = exact_sum(args, batch, token, n, 0, args.k);
-          finish(args, batch, token, n, of_one);
+          finish(args, batch, token, n, of_one, j < 2 ? bias[0] : bias[1]);
         }
       }
     }
@@ -638,8 +655,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   params.layout = layout(args, config, shared_bytes);
   while (1 << params.log2_cluster < config.cluster) ++params.log2_cluster;
   params.y = args.y;
-  params.plain_results =
-      !args.has_bias && args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 2 == 0;
+  params.plain_results = args.y_dtype == args.x_dtype && args.n % 2 == 0;
+  params.changes_sums = args.has_bias || args.activation != Activation::kNone;
   params.outputs = static_cast<int>(args.n);
   params.k_tiles = static_cast<int>(args.k) / tile_k(kBits);
   params.log2_group_blocks = log2_group_blocks(args);

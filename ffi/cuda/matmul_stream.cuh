@@ -345,6 +345,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
       return;
     }
   }
+  prefetch_bias(args, batch, n0, kRows, threadIdx.x);
   const auto row_of = [&](int token) {
     if constexpr (Tokens::kRagged) return static_cast<int64_t>(rows.row(token));
     return m0 + token;
@@ -672,12 +673,13 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
 #pragma unroll 1
   for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
     const int token = i / kRows, row = i % kRows;
+    const float bias = params.cluster == 1 ? output_bias(args, batch, n0 + row) : 0.f;
     float value = 0.f;
     for (int w = 0; w < warps; ++w) {
       value += reinterpret_cast<const float*>(rings + w * params.warp_bytes)[token * kStride + row];
     }
     if (params.cluster == 1) {
-      finish(args, batch, row_of(token), n0 + row, value);
+      finish(args, batch, row_of(token), n0 + row, value, bias);
     } else {
       total[i] = value;
     }
@@ -688,9 +690,10 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     ptx::cluster_share();
 #pragma unroll 1
     for (int i = rank * blockDim.x + threadIdx.x; i < tokens * kRows; i += params.cluster * blockDim.x) {
+      const float bias = output_bias(args, batch, n0 + i % kRows);
       float value = 0.f;
       for (int other = 0; other < params.cluster; ++other) value += ptx::load_shared_of_rank(total + i, other);
-      finish(args, batch, row_of(i / kRows), n0 + i % kRows, value);
+      finish(args, batch, row_of(i / kRows), n0 + i % kRows, value, bias);
     }
     ptx::cluster_leave();
   }

@@ -568,6 +568,42 @@ __device__ __forceinline__ uint32_t finish_quads(const Finish& of, const Share& 
   return again;
 }
 
+// The same of results of the activations' type with an activation function: eight outputs at a time, the same ones of
+// all of a thread's tokens.
+template <typename S>
+__device__ __forceinline__ void finish_octets(const MatmulArgs& args, int64_t batch, const Share& share,
+                                              const uint8_t* ring) {
+  using X = typename S::X;
+  constexpr int kOctets = S::kRows / 8, kAtOnce = S::kThreads / (8 * kOctets);  // blocks of eight tokens
+  const int of_block = threadIdx.x % 8, octet = threadIdx.x / 8 % kOctets, n = share.n0 + octet * 8;
+  int block = threadIdx.x / (8 * kOctets);
+  if (n >= args.n || block >= kAtOnce) return;
+  float bias[8];
+  load_biases(Finish(args, batch), n, bias);
+  const float* const mine =
+      reinterpret_cast<const float*>(ring) + octet / 2 * 128 + of_block / 2 * 4 + octet % 2 * 2 + of_block % 2;
+  X* const y = static_cast<X*>(args.y) + (batch * args.m + share.m0) * args.n + n;
+#pragma unroll 1
+  for (; block < share.most_blocks; block += kAtOnce) {
+    const int token = (block * share.cluster + share.rank) * 8 + of_block;
+    if (token >= share.tokens) break;
+    float sum[8] = {};
+    const float* at = mine + block * (S::kRows * 8);
+#pragma unroll 1
+    for (int other = 0; other < share.cluster; ++other, at += share.most_blocks * (S::kRows * 8)) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum[j] += at[j * 16];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum[j] = fmaf(sum[j], share.unscale, bias[j]);
+    apply_rounded(args.activation, sum);
+    uint32_t pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) pairs[j] = from_float2<X>(sum[2 * j], sum[2 * j + 1]);
+    *reinterpret_cast<uint4*>(y + token * args.n) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+  }
+}
+
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     warpgroup_matmul(const __grid_constant__ typename S::Source::Params params, const __grid_constant__ Maps maps) {
@@ -793,6 +829,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     if (cluster > 1 || paired) ptx::cluster_meet();
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
+    prefetch_bias(args, batch, n0, S::kRows, threadIdx.x);
     const int warpgroup = warp / 4;
     const int g = lane / 4;
     const int t = lane % 4;
@@ -1189,41 +1226,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   if (rounds_sums<S>(args)) return;
   ptx::barrier_wait(received, 0);
   if (S::Source::kPieces > 1) ptx::wait_for_last_kernel();  // whose powers of two this thread reads
-  if constexpr (S::Source::kWindows) {
-    if (args.activation == Activation::kNone && args.y_dtype == args.x_dtype) {
-      // As finish_quads, but eight outputs at a time, the same ones of all of a thread's tokens.
-      constexpr int kChunks = S::kRows / 8, kAtOnce = S::kThreads / (8 * kChunks);
-      static_assert(S::kThreads % (8 * kChunks) == 0);
-      const int of_block = threadIdx.x % 8, chunk = threadIdx.x / 8 % kChunks;
-      const int n = static_cast<int>(n0) + chunk * 8;
-      if (n >= args.n) return;
-      float bias[8] = {};
-      if (args.has_bias) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) bias[j] = load_element(args.bias, n + j, args.bias_dtype);
-      }
-      const float* const mine =
-          reinterpret_cast<const float*>(ring) + chunk / 2 * 128 + of_block / 2 * 4 + chunk % 2 * 2 + of_block % 2;
-      const int most_blocks = Blocks(params, cluster, rank, token_blocks).most;
-      for (int block = threadIdx.x / (8 * kChunks); block < most_blocks; block += kAtOnce) {
-        const int token = (block * cluster + rank) * 8 + of_block;
-        if (token >= tokens) break;
-        float sum[8] = {};
-        const float* at = mine + block * (S::kRows * 8);
-#pragma unroll 1
-        for (int other = 0; other < cluster; ++other, at += most_blocks * (S::kRows * 8)) {
-#pragma unroll
-          for (int j = 0; j < 8; ++j) sum[j] += at[j * 16];
-        }
-        uint32_t pairs[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          pairs[j] = pack_pair(from_float<X>(fmaf(sum[2 * j], kUnscale, bias[2 * j])),
-                               from_float<X>(fmaf(sum[2 * j + 1], kUnscale, bias[2 * j + 1])));
-        }
-        *reinterpret_cast<uint4*>(static_cast<X*>(args.y) + (m0 + token) * args.n + n) = {pairs[0], pairs[1], pairs[2],
-                                                                                          pairs[3]};
-      }
+  const Share own = own_share();
+  if constexpr (S::Source::kPieces == 1 && !S::kSums) {
+    if (args.y_dtype == args.x_dtype && args.n % 8 == 0 && own.team < 0) {
+      finish_octets<S>(args, batch, own, ring);
       return;
     }
   }
@@ -1234,7 +1240,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       return params.powers[(args.x_batch_stride == 0 ? 0 : batch * args.m) + m0 + token];
     }
   };
-  const Share own = own_share();
   uint32_t again = finish_quads<S>(Finish(args, batch), own, ring, factor_of);
   // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a weight times
   // it is.

@@ -296,6 +296,43 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
+// Approximately, to 2^-22 or so of the result; what is subnormal is zero.
+__device__ __forceinline__ float reciprocal(float a) {
+  float of;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(of) : "f"(a));
+  return of;
+}
+__device__ __forceinline__ float power_of_two(float a) {
+  float of;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(of) : "f"(a));
+  return of;
+}
+
+// A NaN where either is one.
+__device__ __forceinline__ float largest_of(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float of;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(of) : "f"(a), "f"(b));
+  return of;
+#else
+  return isnan(b) || a < b ? b : a;
+#endif
+}
+__device__ __forceinline__ float least_of(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float of;
+  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(of) : "f"(a), "f"(b));
+  return of;
+#else
+  return isnan(b) || a > b ? b : a;
+#endif
+}
+
+// A line of memory to the L2.
+__device__ __forceinline__ void prefetch_line(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(global));
+}
+
 #if __CUDA_ARCH__ >= 900
 // A contiguous run of bytes, aligned to 16 and a multiple of it, from memory to the L2: one thread's instruction, on
 // its way before there is anything to put the bytes into.

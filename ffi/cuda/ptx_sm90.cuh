@@ -309,13 +309,6 @@ __device__ __forceinline__ void wgmma_u8s8(int (&d)[4], const uint4& a, uint64_t
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(accumulate));
 }
 
-// A NaN where either is one.
-__device__ __forceinline__ float largest_of(float a, float b) {
-  float largest;
-  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(largest) : "f"(a), "f"(b));
-  return largest;
-}
-
 // Shared memory that this thread wrote is what wgmma of others, after a barrier, may read.
 __device__ __forceinline__ void fence_shared_for_async() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");

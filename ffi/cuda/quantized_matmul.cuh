@@ -397,6 +397,7 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
     for (int index = cluster; index < params.tiles; index += clusters) {
       const Tile tile = tile_at(index);
       const int n0 = tile.n0 + me.warpgroup * kTileN;
+      prefetch_bias(args, tile.batch, n0, kTileN, me.thread());
       const auto output = [&](int i) { return min(int64_t{n0} + me.row() + 8 * i, args.n - 1); };
       Factor factor[2] = {};
       int weight_sums[2] = {};  // of codes less their zeros: over this lane's inputs of a group
@@ -748,14 +749,15 @@ __global__ void __launch_bounds__(tiles::kThreads, 1)
                                                 [&](int i) { return 16 * i + me.stored_row(); });
         continue;
       }
-      me.store<kTokens, kStagedTokens>(args, n0, rows, staged, finished,
-                                       [&](int i, int64_t n, const float (&value)[4]) {
+      const Finish of(args, tile.batch);
+      me.store<kTokens, kStagedTokens>(of, n0, rows, staged, finished,
+                                       [&](int i, int64_t n, float (&value)[8], const float (&biases)[8]) {
                                          if (!is_static) {
-                                           finish4(args, tile.batch, tile.m0 + i, n, value);
+                                           finish(of, tile.m0 + i, n, value, biases);
                                            return;
                                          }
                                          int8_t* const to = static_cast<int8_t*>(args.y) + row_of(i) * args.n + n;
-                                         for (int j = 0; j < 4 && n + j < args.n; ++j) {
+                                         for (int j = 0; j < 8 && n + j < args.n; ++j) {
                                            const int rounded = __float2int_rn(fminf(fmaxf(value[j], -1024.f), 1024.f));
                                            to[j] = static_cast<int8_t>(max(min(rounded + all.zero, all.high), all.low));
                                          }

@@ -69,7 +69,8 @@ struct Params {
   int64_t units;       // of a CTA with the most tiles
   uint32_t none;       // zero, which the compiler does not know
   bool masked;         // many ids, in the order of whose experts CTAs put them
-  bool plain_results;  // of the activations' type, without bias and activation
+  bool plain_results;  // of the activations' type
+  bool changes_sums;   // by a bias or an activation function
   MatmulArgs args;
 };
 
@@ -293,6 +294,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
     return count;
   };
   int counts[2] = {fetch(std::true_type{}, 0, 0), 0};
+  prefetch_bias(args, expert, first_strip * kUnitOutputs, strips * kUnitOutputs, threadIdx.x);
 
   int of_lane = 0;  // a row of the tile; of the last for those beyond it
   if (lane < kMostRows) of_lane = rows.row(min(lane, row_count - 1));
@@ -415,6 +417,12 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
     for (int first = warp * 32; first < items; first += kThreads) {
       const int item = min(first + lane, items - 16 + lane % 16) / 16, of_item = divide(item, pairs);
       const int pair = item - of_item * pairs, of_pair = lane % 8;
+      const int n = (first_strip + of_item) * kUnitOutputs + lane / 8 % 2 * kAtomN + of_pair;
+      float bias[2] = {};
+      if (__builtin_expect(args.has_bias, 0)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) bias[half] = output_bias(args, expert, n + 8 * half);
+      }
       const uint8_t* at = sums + (of_item * slices * pairs + pair) * kSumBytes + lane % 16 * 16;
       float sum[4] = {};
 #pragma unroll 4
@@ -425,10 +433,14 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
 #pragma unroll
       for (float& value : sum) value *= C::kUnscale;
       const bool odd = of_pair % 2 == 1;
-      const int n = (first_strip + of_item) * kUnitOutputs + lane / 8 % 2 * kAtomN + of_pair;
       const int row = __shfl_sync(0xffffffffu, of_lane, 2 * pair + odd);
       bool plain = params.plain_results;
       if (S::kSums) plain = plain && __all_sync(0xffffffffu, isfinite((sum[0] + sum[1]) + (sum[2] + sum[3])));
+      if (__builtin_expect(plain && params.changes_sums, 0)) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] += bias[i / 2];
+        apply_rounded(args.activation, sum);
+      }
       if (plain) {
         // Neighbours along the outputs in one store: what even lanes have of the odd row is exchanged for what odd ones
         // have of the even one.
@@ -453,7 +465,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
         // times it is.
         if (S::kSums && !isfinite(value))
           value = exact_sum(args, expert, ragged::x_row(work, of_one), output, 0, args.k);
-        finish(args, expert, of_one, output, value);
+        finish(args, expert, of_one, output, value, i < 2 ? bias[0] : bias[1]);
       }
     }
   }
@@ -549,7 +561,8 @@ cudaError_t launch_typed(const RaggedArgs& ragged, int multiprocessors, int shar
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
   params.scale_mask = offsets ? 0 : 0xffffffffu;
   params.of_shift = offsets ? 1.f : 0.f;
-  params.plain_results = !args.has_bias && args.activation == Activation::kNone && args.y_dtype == args.x_dtype;
+  params.plain_results = args.y_dtype == args.x_dtype;
+  params.changes_sums = args.has_bias || args.activation != Activation::kNone;
   params.shift_stride = args.shift_batch_stride * (args.shift_dtype == DType::kU8 ? 1 : 2);
   const auto launch = [&](auto groups, auto shift_size) {
     return launch_shape<Shape<X, kMostWarps, groups.value, shift_size.value>>(params, ragged, multiprocessors,

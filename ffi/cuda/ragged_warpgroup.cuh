@@ -551,15 +551,15 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       return;
     }
     const auto sums = [&](int i) { return make_float2(acc[i] * kUnscale, acc[i + 1] * kUnscale); };
-    Base::template store<S::kTileRows, kStagedRows>(args, n0, tile.rows, staged, sums,
-                                                    [&](int i, int64_t n, const float (&values)[4]) {
-                                                      const int at = tile.first + i;
-                                                      float whole[4];
-                                                      const float undo = S::kPieces > 1 ? params.powers[at] : 1.f;
+    const Finish of(args, tile.expert);
+    Base::template store<S::kTileRows, kStagedRows>(
+        of, n0, tile.rows, staged, sums, [&](int i, int64_t n, float (&values)[8], const float (&biases)[8]) {
+          const int at = tile.first + i;
+          const float undo = S::kPieces > 1 ? params.powers[at] : 1.f;
 #pragma unroll
-                                                      for (int j = 0; j < 4; ++j) whole[j] = values[j] * undo;
-                                                      finish4(args, tile.expert, plan.row(at), n, whole);
-                                                    });
+          for (float& value : values) value *= undo;
+          wonly::finish(of, plan.row(at), n, values, biases);
+        });
   }
 
   // The next tile.
@@ -588,6 +588,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       }
       return;
     }
+    prefetch_bias(args, tile.expert, tile.n0 + warpgroup * kTileN, kTileN, Base::thread());
     float acc[kSums];
     if (tile.rows <= 16) {
       multiply<16>(params, tile, ring, acc);

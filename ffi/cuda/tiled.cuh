@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Consumer me{warp / 4, warp % 4};
     float* const staged =
         reinterpret_cast<float*>(shared + S::kStagedAt) + me.warpgroup * kStagedRows * tiles::kStagedStride;
-    const bool plain = args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
+    const bool plain = args.y_dtype == args.x_dtype && args.n % 8 == 0;
     // Where this lane's words are in a stage, and the factors of its outputs for each half, which may be the same.
     const int own_factors = S::kAffineAt + (me.warpgroup * kTileN + me.row()) * static_cast<int>(sizeof(Affine));
     const int second_half = params.log2_group_blocks == 0 ? kOutputs * static_cast<int>(sizeof(Affine)) : 0;
@@ -581,9 +581,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (plain) {
         float bias[2] = {};
         if (args.has_bias) me.load_bias(args, tile.weights, n0, bias);
+        float unscale = 1.f / C::kUnit;
+        if (__builtin_expect(args.activation != Activation::kNone, 0)) {
+          // Apart from what all tiles come by, which it would cut into pieces.
+#pragma unroll
+          for (int i = 0; i < kTileRows / 2; ++i) acc[i] = fmaf(acc[i], unscale, bias[i % 4 / 2]);
+          apply_rounded(args.activation, acc);
+          unscale = 1.f, bias[0] = bias[1] = 0.f;
+        }
         const auto pack = [&](int i) {
-          return pack_pair(from_float<X>(fmaf(acc[i], 1.f / C::kUnit, bias[i % 4 / 2])),
-                           from_float<X>(fmaf(acc[i + 1], 1.f / C::kUnit, bias[i % 4 / 2])));
+          const float of_output = bias[i % 4 / 2];
+          return from_float2<X>(fmaf(acc[i], unscale, of_output), fmaf(acc[i + 1], unscale, of_output));
         };
         uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
         float* const of_all = reinterpret_cast<float*>(ring.stages + me.warpgroup * kTileRows * kTileN * 2);
@@ -605,9 +613,10 @@ __global__ void __launch_bounds__(kThreads, 1)
         return;
       }
       const auto sums = [&](int i) { return make_float2(acc[i] * (1.f / C::kUnit), acc[i + 1] * (1.f / C::kUnit)); };
-      me.store<kTileRows, kStagedRows>(args, n0, tile.rows, staged, sums,
-                                       [&](int i, int64_t n, const float (&values)[4]) {
-                                         finish4(args, tile.weights, source.row(tile, i), n, values);
+      const Finish of(args, tile.weights);
+      me.store<kTileRows, kStagedRows>(of, n0, tile.rows, staged, sums,
+                                       [&](int i, int64_t n, float (&values)[8], const float (&biases)[8]) {
+                                         finish(of, source.row(tile, i), n, values, biases);
                                        });
     };
 
@@ -616,6 +625,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // takes is in no register while tiles are multiplied.
       ring.wait_full();
       const typename Source::Tile tile = *ring.template note<typename Source::Tile>();
+      if (tile.weights >= 0) prefetch_bias(args, tile.weights, tile.n0, kOutputs, threadIdx.x);
       if (tile.weights < 0) {
         const int outputs = static_cast<int>(max(min(int64_t{kOutputs}, args.n - tile.n0), int64_t{0}));
         for (int i = 0; i < tile.rows; ++i) {

@@ -1159,6 +1159,7 @@ void add_others(std::map<std::string, Opcode>& all) {
     all[name] = {nothing, Kind::kPlain, "", "", 0};
   }
   all["prefetch.tensormap"] = {nothing, Kind::kPlain, "", "a", 0};
+  all["prefetch.global.L2"] = {nothing, Kind::kPlain, "", "a", 0};
   for (const std::string name : {"setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32"}) {
     all[name] = {nothing, Kind::kTogether, "", "w", 0};
   }

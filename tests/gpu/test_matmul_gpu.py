@@ -1,5 +1,7 @@
 """The CUDA product: the same checks as on the CPU, and what only a GPU has."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from matmul_cases import (
     check_zero_scales,
     rounds_weights,
 )
-from reference import DTYPES, MODES, assert_product, random_weight, random_x, repeated
+from reference import DTYPES, MODES, assert_product, random_weight, random_x, repeated, rounding
 
 import jax_wonly as jw
 from jax_wonly import _cuda_dispatch
@@ -178,6 +180,37 @@ def test_rounded_results(rng, bits, n, m):
             wide = jw.matmul(x, weight.qt, bias=bias, preferred_element_type=jnp.float32, implementation="cuda")
             y = jw.matmul(x, weight.qt, bias=bias, implementation="cuda")
             np.testing.assert_array_equal(*(np.asarray(a.astype(x_dtype)).view(np.uint16) for a in (y, wide)))
+
+
+@pytest.mark.parametrize("m", [1, 3, 9, 17, 40, 64, 91, 128, 300, 700])
+@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", ["relu", "relu6", "gelu", "silu"])
+def test_activation_of_rounded_results(rng, activation, x_dtype, m):
+    """Rounded once, after the function, whose own error is a small part of that; large, infinite and NaN sums too."""
+    functions = {
+        "relu": lambda v: np.maximum(v, 0),
+        "relu6": lambda v: np.clip(v, 0, 6),
+        "gelu": lambda v: v / (1 + np.exp(-2 * (2 / np.pi) ** 0.5 * (v + 0.044715 * v**3))),
+        "silu": lambda v: v / (1 + np.exp(-v)),
+    }
+    for mode, bits, n, k in ("symmetric", 4, 264, 512), ("integer_zeros", 8, 72, 256), ("float_zeros", 4, 520, 2560):
+        weight = random_weight(rng, k, n, bits=bits, group_size=128, mode=mode, scale_dtype=x_dtype)
+        x = random_x(rng, (m, k), x_dtype) * 0.1
+        bias = rng.normal(0, 3, n).astype(np.float32)
+        bias[:9] = [np.nan, np.inf, 3e38, 1e5, -1e5, 90, -90, 15, -15]
+        # Under jit nobody looks at the bias.
+        sums = jax.jit(partial(jw.matmul, preferred_element_type=jnp.float32, implementation="cuda"))
+        product = jax.jit(partial(jw.matmul, activation=activation, implementation="cuda"))
+        wide, y = (function(x, weight.qt, bias=bias) for function in (sums, product))
+        with np.errstate(over="ignore"):
+            exact = functions[activation](np.asarray(wide).astype(np.float64))
+            rounded = exact.astype(DTYPES[x_dtype]).astype(np.float64)
+        got, unusual = np.asarray(y).astype(np.float64), ~np.isfinite(rounded)
+        np.testing.assert_array_equal(got[unusual], rounded[unusual])
+        # Results of 10^-36 may be zero.
+        got, exact = got[~unusual], exact[~unusual]
+        error = np.abs(got - exact) / (rounding(exact, x_dtype) + 1e-36)
+        assert error.max() < 1 + 2.0**-6, f"an error of {error.max():.4g} times that of rounding"
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
