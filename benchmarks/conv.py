@@ -2,6 +2,7 @@
 
     python benchmarks/conv.py [--suite resnet unet resnext depthwise transposed] [--batch N ...] [--output FILE]
         [--append]
+    python benchmarks/conv.py --random N [--seed N]     of shapes that nobody chose, into a file of their own
 
 Square images in bfloat16, channels last, "SAME" padding, weights int4 in groups of 64 inputs; where features are in
 groups, one scale for an output of a tap. ``dilation`` is that of the image, of transposed convolutions, whose result is
@@ -16,6 +17,8 @@ turns. Microseconds:
 """
 
 import argparse
+import random
+import statistics
 from pathlib import Path
 
 import jax
@@ -27,6 +30,7 @@ from jax_wonly._timing import Calls, copies_of
 from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "h100-conv.json"
+RANDOM_RESULTS = RESULTS.with_name("h100-random-convs.json")
 # (size of the image, inputs, outputs, window, stride, groups of features, dilation of the image)
 SUITES = {
     "resnet": [
@@ -66,13 +70,35 @@ SUITES = {
     ],
 }
 BATCHES = (1, 8, 32)
+FEATURES = (8, 16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280)
+SIZES = (4, 7, 8, 14, 16, 28, 32, 56, 64, 112)
+MOST_OPERATIONS, MOST_NUMBERS = 1e11, 1e8  # of a random convolution: multiplications, and of its images
 GROUP_SIZE = 64
 FEW = 24  # weights that take turns at most: smaller ones stay in the cache in a model too
 IDENTITY = ("suite", "size", "inputs", "outputs", "window", "stride", "groups", "dilation", "batch")
 
 
-def _group_size(groups: int) -> int | None:
-    return GROUP_SIZE if groups == 1 else None
+def _group_size(inputs: int, groups: int) -> int | None:
+    return GROUP_SIZE if groups == 1 and inputs % GROUP_SIZE == 0 else None
+
+
+def random_shape(draw: random.Random) -> tuple[int, ...]:
+    """Images, and a shape as those of SUITES: mostly what networks have, now and then what none has."""
+    kind = draw.choice(("full", "full", "full", "groups", "depthwise", "transposed"))
+    inputs, size, batch = draw.choice(FEATURES), draw.choice(SIZES), draw.choice((1, 1, 2, 4, 8, 16, 32))
+    outputs = inputs if draw.random() < 0.5 else draw.choice(FEATURES)
+    window, stride, groups, dilation = draw.choice((3, 3, 3, 3, 2, 4, 5, 7)), draw.choice((1, 1, 1, 2)), 1, 1
+    if kind == "groups":
+        groups = draw.choice([groups for groups in (2, 4, 8, 16, 32) if inputs % groups == outputs % groups == 0])
+    elif kind == "depthwise":
+        groups, outputs = inputs, inputs * draw.choice((1, 1, 1, 2))
+    elif kind == "transposed":
+        stride, dilation = 1, 2
+    while batch > 1 and batch * size**2 * (inputs + outputs) > MOST_NUMBERS:
+        batch //= 2
+    while size > 4 and batch * size**2 * window**2 * inputs // groups * outputs > MOST_OPERATIONS:
+        size //= 2
+    return batch, size, inputs, outputs, window, stride, groups, dilation
 
 
 def measure(
@@ -97,7 +123,7 @@ def measure(
     @jax.jit
     def draw(i):
         w = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16) * (window**2 * each) ** -0.5
-        return jw.quantize(w, group_size=_group_size(groups)), w.transpose(3, 0, 1, 2)
+        return jw.quantize(w, group_size=_group_size(each, groups)), w.transpose(3, 0, 1, 2)
 
     weights = [draw(i) for i in range(count)]
     x = jax.random.normal(key, (batch, size, size, inputs), jnp.bfloat16)
@@ -143,17 +169,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_suites(parser, SUITES)
     parser.add_argument("--batch", nargs="+", type=int, default=BATCHES, help="images (default: 1 8 32)")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="draws instead of suites")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     add_timing(parser, rounds=3, calls=15)
-    add_results(parser, RESULTS)
+    add_results(parser, None, where=f"{RESULTS}, of draws {RANDOM_RESULTS.name} beside it")
     args = parser.parse_args()
     require_gpu("conv.py")
+    args.output = args.output or (RANDOM_RESULTS if args.random else RESULTS)
 
     rows = kept_rows(args.output, args.append, IDENTITY)
-    cases = [(suite, batch, *shape) for suite in args.suite for batch in args.batch for shape in SUITES[suite]]
+    if args.random:
+        draw = random.Random(args.seed)
+        cases: list[tuple] = [("random", *random_shape(draw)) for _ in range(args.random)]
+    else:
+        cases = [(suite, batch, *shape) for suite in args.suite for batch in args.batch for shape in SUITES[suite]]
     for suite, batch, *shape in progress(cases, label="convolutions"):
         row = dict(zip(IDENTITY, (suite, *shape, batch), strict=True))
-        row |= {"bits": 4, "group_size": _group_size(row["groups"])}
-        row |= measure(*shape, batch, args.rounds, args.calls)
+        row |= {"bits": 4, "group_size": _group_size(row["inputs"] // row["groups"], row["groups"])}
+        try:
+            row |= measure(*shape, batch=batch, rounds=args.rounds, calls=args.calls)
+        except ValueError as error:  # no kernel for it
+            if not args.random:
+                raise
+            print(row, error)
+            continue
         rows[tuple(row[i] for i in IDENTITY)] = row
         save(args.output, list(rows.values()), args.commit)
     for row in rows.values():
@@ -164,6 +203,11 @@ def main() -> None:
             f"dequantize {row['dequantize_us']:8.2f}, dense {row['dense_us']:8.2f}  {row['ratio']:6.3f}x  "
             f"{row['kernel']}"
         )
+    worse = [row["us"] / min(row["kernel_us"], row["dequantize_us"]) for row in rows.values()]
+    print(
+        f"{len(worse)} convolutions: what is chosen takes {statistics.geometric_mean(worse):.4f} of the time of the "
+        f"faster way, {sum(ratio > 1.05 for ratio in worse)} above 1.05, {max(worse):.2f} at worst"
+    )
     print(f"written to {args.output}")
 
 

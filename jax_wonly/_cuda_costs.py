@@ -122,6 +122,7 @@ class Stream(NamedTuple):
     float32: float  # the same for float32 activations
     few_float32: float  # and for those of one tile
     small_groups_float32: float  # what is left of either with groups of 32 and 64
+    wave: float  # of CTAs, where several passes over few outputs make more than one
 
 
 class Decode(NamedTuple):
@@ -357,6 +358,27 @@ def mma_times(
             if splits > 1:
                 us += costs.sums + 4 * rest * splits * tokens * MMA_OUTPUTS / costs.sum_bytes
             yield (tokens, splits), us
+
+
+def stream_waves(m: int, n: int, batch: int, table: bool, newest: bool, multiprocessors: int) -> int:
+    """Of CTAs of ``matmul_stream``, whose strips of outputs and shares of the inputs are those of few tokens:
+    ``stream_config`` in ``ffi/cuda/matmul.cu``. newest: there are clusters.
+    """
+    wanted = multiprocessors * 9 // 10
+
+    def ctas(atoms: int) -> int:
+        return batch * _ceil(n, atoms * 16)
+
+    cluster, atoms = 1, 4 if ctas(4) >= wanted else 2 if ctas(2) >= wanted else 1
+    if newest and table and m > 8:
+        atoms = 4
+        while cluster < 4 and 2 * ctas(4) * cluster <= multiprocessors:
+            cluster *= 2
+    elif newest:
+        while cluster < 8 and ctas(atoms) * cluster < wanted // 2:
+            cluster *= 2
+    of_pass = ctas(atoms) * cluster
+    return _ceil(of_pass * _ceil(m, PASS_TOKENS), multiprocessors * (1 if of_pass <= multiprocessors else 2))
 
 
 def stream_time(m: int, weights: float, scheme: Scheme, costs: Stream) -> float:

@@ -30,13 +30,15 @@ _ROWS_OF_PART = 256  # of the gradient of scales, at least: its kernel's start a
 _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
 _TILE_OUTPUTS = 256  # of the tiled kernel
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
+_FEW_WAVES = 2  # of a streaming kernel's CTAs, which overlap
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
 _MOST_STEPS = 48  # taps and blocks of 32 inputs of a convolution in groups of several
 # Outputs, by the third power of a group's inputs, up to which one has its kernel, with strides of 1 and 2 (measured)
 _FEW_PRODUCTS, _FEW_PRODUCTS_STRIDED = 3.4e9, 14e9
-_FEW_OUTPUTS = 1 << 20  # up to which a depthwise convolution with nine taps or fewer has its kernel (measured)
+_FEW_OUTPUTS = 1 << 21  # up to which a depthwise convolution of 3 x 3 windows has its kernel anyway (measured)
 # Operations per microsecond of XLA's convolution, and what it and dequantizing take besides.
 _CONV, _CONV_START = 650e6, 9.0
+_SURE_CONV = 40.0  # microseconds of both, below which the kernels are taken without a comparison
 TABLE_TOKENS = 64  # up to here passes over weights with a table, without tiles, take less than dequantizing (measured)
 
 _BAND_FIXED, _BAND_SHARED = 18 << 10, 227 << 10  # bytes of shared memory of band_conv, and what there is
@@ -46,10 +48,14 @@ _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 _TRANSPOSED_TOKENS = 64
 _TRANSPOSED_TOKENS_FLOAT32 = 256
 _MOST_SPLIT = 1 << 26  # numbers of float32 cotangents of a batch that scratch may hold, 4 bytes each
-# Tokens of a tile of quantized activations, and microseconds of 128 inputs, with one scale for a row or with blocks.
+# Tokens of a tile of quantized activations, and microseconds: of its end, and of 128 inputs with one scale for a row,
+# with float8 codes, with blocks, and with blocks of which sums meet zeros or offsets.
 _QUANTIZED_TOKENS = 256
-_QUANTIZED_ROWS = 0.66
-_QUANTIZED_BLOCKS = 1.1
+_QUANTIZED_END = 3.0
+_QUANTIZED_ROWS = 0.62
+_QUANTIZED_FLOAT8 = 1.0
+_QUANTIZED_BLOCKS = 1.07
+_QUANTIZED_SHIFTED = 2.1
 
 
 SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
@@ -317,6 +323,17 @@ def _resident(p: Product) -> float:
 
 
 def _stream(p: Product) -> float:
+    us = _streamed(p)
+    if p.m <= STREAM_TOKENS or (p.table and p.split):  # whose waves were not measured
+        return us
+    small = p.split and p.small_groups
+    wave = _STREAM.wave / (_STREAM.small_groups_float32 if small else 1.0)
+    waves = _cuda_costs.stream_waves(p.m, p.n, p.batch, p.table, _capability() >= (9, 0), _gpu()[1])
+    return max(us, waves * wave) if waves > _FEW_WAVES else us
+
+
+def _streamed(p: Product) -> float:
+    """What reading the weights takes."""
     passes = -(-p.m // STREAM_TOKENS)
     if p.table and p.split:
         return _STREAM.start + passes * p.weight_bytes / _STREAMED_TABLE
@@ -454,7 +471,11 @@ def transposed_shift_apart(p: Product) -> bool:
 
 def use_kernel(p: Product) -> bool:
     """Whether the fused kernels are expected to be at least as fast as dequantizing."""
-    if p.m <= STREAM_TOKENS or (p.table and (tiled_kernel(p) or (p.m <= TABLE_TOKENS and not p.split))):
+    if p.m <= STREAM_TOKENS:
+        return True
+    if p.table and p.m > TABLE_TOKENS and p.n <= TILE_N:  # tiles would be half empty
+        return False
+    if p.table and (tiled_kernel(p) or (p.m <= TABLE_TOKENS and not p.split)):
         return True
     fused, dense = estimate(p)
     return fused <= dense
@@ -487,17 +508,20 @@ def use_conv(
     groups: int,
     bands: float | None = None,
 ) -> bool:
-    """Whether the kernels are expected to be as fast as dequantized weights and XLA's convolution.
+    """Whether the kernels are expected to be as fast as dequantized weights and XLA's convolution: in less than
+    ``_SURE_CONV`` microseconds they were 99 of 100 times, whatever the latter was expected to take (log, 137).
 
     There is a second kernel as ``conv::supports_warpgroups`` in ``ffi/cuda/conv.cu`` says, which has the last word.
     ``bands``: what ``band_conv_time`` says.
     """
+    if (dense := conv_dense(pixels, k, n, window.taps, bits)) < _SURE_CONV:
+        return True
     phases = math.prod(window.lhs_dilation)
     plain = Product(pixels, k, n, 1, bits, x_dtype, x_dtype, shift_mode, shift_dtype).plain
     warpgroups = phases == 1 and k // groups % 64 == 0 and plain
     times = conv_times(pixels, k, n, window.taps, bits, phases, warpgroups)
     fastest = min(*times.values(), math.inf if bands is None else bands)
-    return fastest <= conv_dense(pixels, k, n, window.taps, bits)
+    return fastest <= dense
 
 
 def direct_conv_kernel(x_shape, x_dtype, k: int, n: int, groups: int, results, window) -> bool:
@@ -566,19 +590,20 @@ def band_conv_time(x_shape, x_dtype, k: int, n: int, groups: int, results, windo
 
 
 def use_direct_conv(pixels: int, k: int, n: int, groups: int, window, bands: float | None = None) -> bool:
-    """Whether that kernel is at least as fast as dequantized weights and XLA's convolution, as far as was measured.
+    """Whether that kernel is at least as fast as dequantized weights and XLA's convolution, as far as was measured:
+    what cuDNN has no kernel of its own for takes it several times as long (log, 137).
     ``bands``: what ``band_conv_time`` says; in groups, that kernel is taken wherever it is one.
     """
-    if len(window.size) > 2 or max(window.strides, default=1) > 2 or max(window.rhs_dilation, default=1) > 1:
-        return False
+    few_taps = window.taps <= 9
+    if n != k * groups:
+        return few_taps or n >= 64
     if k > 1:
-        if bands is not None and window.taps <= 9:
+        if k & (k - 1) or (bands is not None and few_taps):
             return True
         most = _FEW_PRODUCTS_STRIDED if 2 in window.strides else _FEW_PRODUCTS
-        return n == k * groups and window.taps <= 9 and pixels * n * k**3 <= most
-    if n != groups or n % 2:
-        return False
-    return window.taps > 9 or 2 in window.strides or pixels * n <= _FEW_OUTPUTS
+        return few_taps and (k < 16 or pixels * n * k**3 <= most)
+    plain = window.size == (3, 3) and max(*window.strides, *window.rhs_dilation) == 1 and n % 64 == 0
+    return not plain or pixels * n <= _FEW_OUTPUTS
 
 
 def conv_times(
@@ -658,13 +683,27 @@ def most_streamed(x_dtype) -> int:
     return _TRANSPOSED_TOKENS_FLOAT32 if jnp.dtype(x_dtype).itemsize == 4 else _TRANSPOSED_TOKENS
 
 
-def use_quantized_kernel(p: Product, *, blocks: bool, forced: bool = False) -> bool:
-    """Whether quantized activations meet the codes of the weights, or are dequantized for a 16-bit product."""
+def use_quantized_kernel(
+    p: Product, *, blocks: bool, float8: bool = False, shifted: bool = False, forced: bool = False
+) -> bool:
+    """Whether quantized activations meet the codes of the weights, or are dequantized for a product of their own type.
+
+    Args:
+      p: that product.
+      blocks: scales are those of groups of the inputs, on either side.
+      float8: codes of the activations are float8.
+      shifted: sums of codes meet zeros or offsets that codes do not take off exactly.
+      forced: wherever there is a kernel.
+    """
     if not has_warpgroups() or p.m == 0:
         return False
     if forced or not isinstance(p.m, int):
         return True
     waves = -(-p.batch * -(-p.m // _QUANTIZED_TOKENS) * -(-p.n // _TILE_OUTPUTS) // (_gpu()[1] // 2))
-    us = 3 + waves * (-(-p.k // 128) * (_QUANTIZED_BLOCKS if blocks else _QUANTIZED_ROWS) + 2.5)
+    if blocks:
+        stage = _QUANTIZED_SHIFTED if shifted else _QUANTIZED_BLOCKS
+    else:
+        stage = _QUANTIZED_FLOAT8 if float8 else _QUANTIZED_ROWS
+    us = 3 + waves * (-(-p.k // 128) * stage + _QUANTIZED_END)
     dequantizing = 3 * p.batch * p.m * p.k / _MEMORY
     return us < dequantizing + min(estimate(p))

@@ -198,6 +198,7 @@ def test_tables(warpgroups):
     for m in (512, 8192):
         assert choose(m, mode=ShiftMode.TABLE) == warpgroups
         assert not choose(m, k=8196, mode=ShiftMode.TABLE)
+    assert choose(64, n=64, mode=ShiftMode.TABLE) and not choose(512, n=64, mode=ShiftMode.TABLE)  # half empty tiles
     for x, scales, k, tiled in [
         *((jnp.bfloat16, jnp.bfloat16, 64, True), (jnp.float16, jnp.float32, 72, True)),
         *((jnp.float16, jnp.bfloat16, 64, False), (jnp.float32, jnp.float32, 64, False)),
@@ -207,6 +208,19 @@ def test_tables(warpgroups):
         assert _cuda_experts.kernel(few, ids=False) == "matmul_stream"
         expected = "ragged_tiled" if tiled and warpgroups else "matmul_stream"
         assert _cuda_experts.kernel(many, ids=True) == expected
+
+
+def test_few_outputs_of_many_tokens(monkeypatch, warpgroups):
+    """Passes over few weights are many CTAs that split the inputs of a few tokens, not the little they read."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    product = Product(16, 1024, 10, 1, 4, jnp.bfloat16, jnp.bfloat16, groups=8)
+    one_wave = _cuda_dispatch._stream(product)
+    assert _cuda_dispatch._stream(product._replace(m=256)) < 2 * one_wave  # 128 CTAs
+    assert _cuda_dispatch._stream(product._replace(m=4096)) > 10 * one_wave
+    wide = product._replace(n=28672, m=256)
+    assert _cuda_dispatch._stream(wide) == _cuda_dispatch._streamed(wide)  # bytes take longer
+    assert _cuda_dispatch.use_kernel(product) and not _cuda_dispatch.use_kernel(product._replace(m=4096))
+    assert _cuda_dispatch.kernel(product._replace(m=1024)) == ("matmul_tiled" if warpgroups else "matmul_stream")
 
 
 @pytest.mark.parametrize("x", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -312,6 +326,9 @@ def test_quantized(warpgroups):
     assert use(1024) == use(4096) == use(4096, blocks=True) == use(1, forced=True) == warpgroups
     assert not use(1) and not use(16) and not use(0, forced=True)
     assert not use(256, 4096, 1024)
+    # float8 codes take longer than int8 ones, and blocks whose sums meet zeros longer than a 16-bit product.
+    assert use(4096, float8=True) == warpgroups and not use(4096, blocks=True, shifted=True)
+    assert use(320) == warpgroups and not use(320, float8=True)
 
 
 def test_convolutions_in_groups(monkeypatch):
@@ -337,15 +354,21 @@ def test_convolutions_in_groups(monkeypatch):
             == of(32, x=jnp.float32)
             == (True, True)
         )
-        for case in ({"size": (3, 3, 3)}, {"each": 2}, {"dilation": 2}, {"strides": (3, 1)}, {"pixels": 400}):
-            assert of(8, **case) == (True, False)
-        assert of(33) == (True, False) and of(96, pixels=100, size=(5, 5)) == (True, True)
+        for case in ({"size": (3, 3, 3)}, {"each": 2}, {"dilation": 2}, {"strides": (3, 1)}, {"size": (5, 5)}):
+            assert of(64, **case, pixels=400 if len(case.get("size", ())) < 3 else 40) == (True, True)
+        assert of(64, pixels=400) == (True, False) and of(64) == of(33, pixels=400) == (True, True)
         for case in ({"size": (1, 3, 3, 3)}, {"images": 2**23}, {"size": (101, 101), "pixels": 200}):
             assert of(32, **case) == (False, False)
         mma = capability != "7.5"
         assert of(32, 4, 4) == of(3, 24, 24) == of(2, 64, 64, pixels=4) == of(32, 8, 8, strides=(2, 2)) == (mma, mma)
-        for case in ({"each": 8}, {"dilation": 2}, {"size": (2, 3, 3)}, {"size": (4, 4)}, {"images": 4000}):
+        for case in ({"each": 8}, {"dilation": 2}, {"size": (1, 3, 3)}, {"each": 8, "size": (4, 4)}, {"images": 4000}):
+            assert of(32, **{"k": 4, "each": 4} | case) == (mma, mma)
+        for case in ({"size": (2, 3, 3)}, {"size": (4, 4)}):
             assert of(32, **{"k": 4, "each": 4} | case) == (mma, False)
+        assert of(16, 4, 2, size=(4, 4)) == (mma, False) and of(16, 4, 2) == (mma, mma)
+        many = {"groups": 2, "pixels": 16, "images": 4}
+        assert of(k=64, each=64, **many) == of(k=16, each=16, **many | {"images": 400}) == (mma, False)
+        assert of(k=64, each=32, **many) == of(k=48, each=48, **many) == of(k=8, each=8, **many) == (mma, mma)
         for case in ({"x": jnp.float32}, {"size": (7, 7)}, {"images": 2**17}):
             assert of(32, **{"k": 4, "each": 4} | case) == (False, False)
         assert of(3, 4, 8) == of(3, 8, 3) == (False, False)
@@ -423,14 +446,16 @@ def test_convolutions_of_many_pixels(monkeypatch, warpgroups):
         for bits in (4, 8):
             others = _cuda_dispatch.conv_times(pixels, case["k"], n, window.taps, bits, warpgroups=case["k"] == 64)
             assert us < min(others.values())
-    us, pixels, n, window = time({"sizes": (56, 56), "n": 64, "images": 32})
+    us, pixels, n, window = time({"sizes": (56, 56), "n": 64, "images": 256})
     of = (pixels, 64, n, window, 4, jnp.bfloat16, ShiftMode.NONE)
     assert _cuda_dispatch.use_conv(*of, groups=1, bands=us) and not _cuda_dispatch.use_conv(*of, groups=1)
+    of = (pixels // 8, *of[1:])  # little enough not to compare
+    assert _cuda_dispatch.use_conv(*of, groups=1)
     for k, in_groups in ((2, 8), (16, 8), (64, 3)):
         us, _, n, window = time({"k": k}, groups=in_groups)
         assert us is not None and _cuda_dispatch.use_direct_conv(2**40, k, n, in_groups, window, us)
-    us, _, n, window = time({"k": 4, "window": (3, 4), "padding": ((1, 1), (1, 2))}, groups=32)
-    assert us is not None and not _cuda_dispatch.use_direct_conv(2**40, 4, n, 32, window, us)
+    us, _, n, window = time({"k": 16, "window": (3, 4), "padding": ((1, 1), (1, 2))}, groups=8)
+    assert us is not None and not _cuda_dispatch.use_direct_conv(2**40, 16, n, 8, window, us)
     for options in (
         *({"k": 24}, {"k": 128}, {"strides": (2, 1)}, {"spread": 2}, {"x": jnp.float32}, {"sizes": (300, 300)}),
         *(

@@ -76,7 +76,9 @@ def test_activation_quantization(monkeypatch):
         many = found(4096, **options)
         assert many.targets == (_abi.QUANTIZE_ACTIVATION, _abi.QUANTIZED_MATMUL), options
         assert many.path == "kernel" and many.kernel == "quantized_matmul" and "meet those" in many.reason
-    for few in (found(4), found(4096, group_size=64), found(4096, group_size=32)):
+    # The product it would be instead is of the type of x, whatever that of the scales.
+    shifted = found(4096, mode="float_zeros", scale_dtype="float32")
+    for few in (found(4), found(4096, group_size=64), found(4096, group_size=32), shifted):
         assert few.targets[0] == _abi.QUANTIZE_ACTIVATION and few.targets[1] in (_abi.MATMUL, _abi.DEQUANTIZE)
         assert few.kernel != "quantized_matmul" and "dequantized again" in few.reason
     here = found(5, platform="cpu")

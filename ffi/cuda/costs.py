@@ -59,6 +59,7 @@ def header() -> str:
             f"inline constexpr float kStreamFloat32 = {number(newer['stream']['float32'])};\n",
             f"inline constexpr float kStreamFewFloat32 = {number(newer['stream']['few_float32'])};\n",
             f"inline constexpr float kStreamSmallGroupsFloat32 = {number(newer['stream']['small_groups_float32'])};\n",
+            f"inline constexpr float kStreamWave = {number(newer['stream']['wave'])};\n",
             constants("kDecode", {name: value for name, value in newer["decode"].items() if name != "tokens"}),
             "// From so many tokens on where matmul_warpgroup is there too: four bits and groups of 128 inputs, or\n"
             "// others.\n"

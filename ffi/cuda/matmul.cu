@@ -56,16 +56,23 @@ stream::Config stream_config(const MatmulArgs& args, const Device& device) {
   return config;
 }
 
-// The streaming kernel reads the weights again for every 16 tokens.
+// The streaming kernel reads the weights again for every 16 tokens. Its strips of outputs and shares of the inputs are
+// those of few tokens: of few outputs many tokens make many waves of CTAs.
 constexpr int64_t kStreamPass = 16;
-float stream_us(const MatmulArgs& args) {
-  const int64_t bytes = ceil_div(args.m, kStreamPass) * args.batch * args.n * args.k * args.bits / 8;
-  float rate = costs::kStreamBytes;
+constexpr int64_t kFewWaves = 2;  // which overlap
+float stream_us(const MatmulArgs& args, const Device& device) {
+  const int64_t passes = ceil_div(args.m, kStreamPass), bytes = passes * args.batch * args.n * args.k * args.bits / 8;
+  float rate = costs::kStreamBytes, wave = costs::kStreamWave;
   if (args.x_dtype == DType::kF32) {
     rate = args.m <= costs::kStreamTokens ? costs::kStreamFewFloat32 : costs::kStreamFloat32;
-    if (has_small_groups(args)) rate *= costs::kStreamSmallGroupsFloat32;
+    if (has_small_groups(args)) rate *= costs::kStreamSmallGroupsFloat32, wave /= costs::kStreamSmallGroupsFloat32;
   }
-  return costs::kStreamStart + static_cast<float>(bytes) / rate;
+  const float us = costs::kStreamStart + static_cast<float>(bytes) / rate;
+  if (passes == 1) return us;
+  const stream::Config config = stream_config(args, device);
+  const int64_t ctas = args.batch * ceil_div(args.n, config.atoms * kAtomN) * config.cluster;
+  const int64_t waves = ceil_div(ctas * passes, device.multiprocessors * (ctas <= device.multiprocessors ? 1 : 2));
+  return waves > kFewWaves ? std::max(us, static_cast<float>(waves) * wave) : us;
 }
 
 // Where matmul_resident takes a product too, which is faster but for one token and many outputs, or many weights.
@@ -143,8 +150,8 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const warpgroup::Costs& of_warpgroups = splits ? costs::kSplitWarpgroup : costs::kWarpgroup;
   const float us = streamed        ? 0.f
                    : by_warpgroups ? warpgroup::choose(args, device.multiprocessors, of_warpgroups, &warpgroups)
-                                   : stream_us(args);
-  if (splits && args.m <= kStreamPass && us >= stream_us(args)) by_warpgroups = false;
+                                   : stream_us(args, device);
+  if (splits && args.m <= kStreamPass && us >= stream_us(args, device)) by_warpgroups = false;
   if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
@@ -167,7 +174,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass && mma::supports(args)) {
     mma::Config tiles{};
     const float us = mma::choose(args, device, &tiles);
-    if (us > 0.f && us < stream_us(args)) return mma::launch(args, tiles, stream);
+    if (us > 0.f && us < stream_us(args, device)) return mma::launch(args, tiles, stream);
   }
   stream::Config config = stream_config(args, device);
   // Less shared memory than on the tuned devices: fewer warps, then narrower strips, until two stages fit.

@@ -159,7 +159,8 @@ def has_kernel(a: Activations, qw, scales, *rest, p, platform: str) -> bool:
     from jax_wonly import _cuda_dispatch
 
     groups, n = scales.shape[-2:]
-    types = (scales.dtype, scales.dtype, p.shift_mode, rest[0].dtype if p.shift_mode != ShiftMode.NONE else None)
+    shift_dtype = rest[0].dtype if p.shift_mode != ShiftMode.NONE else None
+    types = (dequantized_dtype(p.out_dtype, platform), scales.dtype, p.shift_mode, shift_dtype)
     product = _cuda_dispatch.Product(a.codes.shape[1], p.k, n, qw.shape[0], p.bits, *types, groups=groups)
     return (
         _ffi.use_native(p.implementation, platform)
@@ -169,6 +170,8 @@ def has_kernel(a: Activations, qw, scales, *rest, p, platform: str) -> bool:
         and _cuda_dispatch.use_quantized_kernel(
             product,
             blocks=groups > 1 or p.activations.groups(p.k) > 1,
+            float8=p.activations.dtype != "int8",
+            shifted=a.offsets is not None or _needs_sums(p.shift_mode, p.bits, shift_dtype),
             forced=p.implementation == "cuda",
         )
     )
