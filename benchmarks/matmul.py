@@ -5,6 +5,7 @@
     python benchmarks/matmul.py --suite batch     eight weights at once, into a file of its own
     python benchmarks/matmul.py --suite scales    float32 scales with bfloat16 activations, into a file of its own
     python benchmarks/matmul.py --suite small     layers of small models, into a file of its own
+    python benchmarks/matmul.py --suite few       heads of few outputs, into a file of its own
     python benchmarks/matmul.py --suite xla     beside XLA's product of the same codes, into a file of its own
     python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
         kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
@@ -28,6 +29,7 @@ RESULTS = Path(__file__).parent / "results"
 FILES = {
     "batch": "h100-batch.json",
     "every": "h100-every.json",
+    "few": "h100-few.json",
     "scales": "h100-scales.json",
     "small": "h100-small.json",
     "xla": "h100-xla.json",
@@ -36,6 +38,7 @@ FILES = {
 TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
 WIDE = ((3584, 18944), (4096, 22016))  # more outputs than tiles of 128 for each multiprocessor
 SMALL = ((384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768), (1024, 1024), (1024, 4096), (2048, 2048))
+FEW = ((1024, 10), (768, 100), (4096, 64), (512, 256), (2048, 1000))
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
 
 
@@ -100,6 +103,7 @@ SUITES = {
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)]
     + [case(k, n, m, group_size=64, mode="nf4", dtype="float32") for k, n in TABLE[1:3] for m in (1, 8, 16, 64)],
     "small": [case(k, n, m) for k, n in SMALL for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048)],
+    "few": [case(k, n, m) for k, n in FEW for m in (1, 16, 64, 256, 1024, 4096)],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
     "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE]
     # What whole waves have, and more.
