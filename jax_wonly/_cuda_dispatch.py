@@ -509,7 +509,7 @@ def use_conv(
     bands: float | None = None,
 ) -> bool:
     """Whether the kernels are expected to be as fast as dequantized weights and XLA's convolution: in less than
-    ``_SURE_CONV`` microseconds they were 99 of 100 times, whatever the latter was expected to take (log, 137).
+    ``_SURE_CONV`` microseconds they nearly always were, whatever the latter was expected to take (log, 137).
 
     There is a second kernel as ``conv::supports_warpgroups`` in ``ffi/cuda/conv.cu`` says, which has the last word.
     ``bands``: what ``band_conv_time`` says.

@@ -16,6 +16,7 @@
 
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
+#include "cuda/ptx.cuh"
 #include "cuda/quantize.h"
 #include "layout.h"
 
@@ -68,28 +69,9 @@ __device__ __forceinline__ int rule_index(int output) {
   return (output % kThreadN) * kColumns + output / kThreadN;
 }
 
-// Extrema that a NaN spreads to: a group with one has a NaN scale, and shows.
-__device__ __forceinline__ float nan_min(float a, float b) {
-#if __CUDA_ARCH__ >= 800
-  float d;
-  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(d) : "f"(a), "f"(b));
-  return d;
-#else
-  return isnan(a) || isnan(b) ? a + b : fminf(a, b);
-#endif
-}
-__device__ __forceinline__ float nan_max(float a, float b) {
-#if __CUDA_ARCH__ >= 800
-  float d;
-  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(d) : "f"(a), "f"(b));
-  return d;
-#else
-  return isnan(a) || isnan(b) ? a + b : fmaxf(a, b);
-#endif
-}
-
+// A NaN spreads to the extrema of its group, whose scale it becomes, and shows.
 __device__ __forceinline__ float clamped_scale(float value, DType type) {
-  return nan_min(round_to(type, value), largest_finite(type));
+  return ptx::least_of(round_to(type, value), largest_finite(type));
 }
 
 // Scale and shift of a group with extrema lo <= hi, and the rule for its codes.
@@ -103,11 +85,11 @@ __device__ Rule make_rule(QuantizeMode mode, int bits, DType scale_dtype, float 
   if (mode == QuantizeMode::kSymmetric) {
     rule.base = static_cast<float>(bias_of(bits));
     const float qmax = rule.base - 1.0f;
-    rule.scale = clamped_scale(__fdiv_rn(nan_max(-lo, hi), qmax), scale_dtype);
+    rule.scale = clamped_scale(__fdiv_rn(ptx::largest_of(-lo, hi), qmax), scale_dtype);
   } else {
     if (mode == QuantizeMode::kIntegerZeros) {
-      lo = nan_min(lo, 0.0f);
-      hi = nan_max(hi, 0.0f);
+      lo = ptx::least_of(lo, 0.0f);
+      hi = ptx::largest_of(hi, 0.0f);
     }
     rule.scale = clamped_scale(__fdiv_rn(__fsub_rn(hi, lo), qtop), scale_dtype);
   }
@@ -206,8 +188,8 @@ __device__ __forceinline__ void update_extrema(const Values<T>& values, float (&
 #pragma unroll
       for (int j = 0; j < kThreadN; ++j) {
         const float v = to_float(values.rows[i].elements[j]);
-        lo[j] = nan_min(lo[j], v);
-        hi[j] = nan_max(hi[j], v);
+        lo[j] = ptx::least_of(lo[j], v);
+        hi[j] = ptx::largest_of(hi[j], v);
       }
     }
   }
@@ -220,8 +202,8 @@ __device__ __forceinline__ void reduce_lanes(float (&lo)[kThreadN], float (&hi)[
   for (int j = 0; j < kThreadN; ++j) {
 #pragma unroll
     for (int mask = kColumns; mask < 32; mask *= 2) {
-      lo[j] = nan_min(lo[j], __shfl_xor_sync(0xffffffffu, lo[j], mask));
-      hi[j] = nan_max(hi[j], __shfl_xor_sync(0xffffffffu, hi[j], mask));
+      lo[j] = ptx::least_of(lo[j], __shfl_xor_sync(0xffffffffu, lo[j], mask));
+      hi[j] = ptx::largest_of(hi[j], __shfl_xor_sync(0xffffffffu, hi[j], mask));
     }
   }
 }
@@ -402,8 +384,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<T>) quantize_groups(Quant
       float group_lo = partial[0][group * group_warps][index];
       float group_hi = partial[1][group * group_warps][index];
       for (int other = 1; other < group_warps; ++other) {
-        group_lo = nan_min(group_lo, partial[0][group * group_warps + other][index]);
-        group_hi = nan_max(group_hi, partial[1][group * group_warps + other][index]);
+        group_lo = ptx::least_of(group_lo, partial[0][group * group_warps + other][index]);
+        group_hi = ptx::largest_of(group_hi, partial[1][group * group_warps + other][index]);
       }
       const int64_t target = (batch * args.groups + first_group + group) * args.n + n;
       rules.put(group * kTileN + index, finish_group(args, group_lo, group_hi, target));
@@ -472,8 +454,8 @@ __global__ void __launch_bounds__(kThreads, 2) quantize_channels(QuantizeArgs ar
       float group_lo = partial[0][0][index];
       float group_hi = partial[1][0][index];
       for (int other = 1; other < kWarps; ++other) {
-        group_lo = nan_min(group_lo, partial[0][other][index]);
-        group_hi = nan_max(group_hi, partial[1][other][index]);
+        group_lo = ptx::least_of(group_lo, partial[0][other][index]);
+        group_hi = ptx::largest_of(group_hi, partial[1][other][index]);
       }
       rules.put(index, finish_group(args, group_lo, group_hi, batch * args.n + n));
     } else {
