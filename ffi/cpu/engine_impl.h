@@ -200,7 +200,7 @@ void load_parameter(const Weights& weights, Rows parameter, int64_t tile, int64_
   }
 }
 
-float exp_of(float x) {
+inline float exp_of(float x) {
   x = x > -104.0f ? x : -104.0f;  // NaN too: callers divide their NaN by the result
   x = x < 89.0f ? x : 89.0f;
   const float rounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -218,6 +218,7 @@ float exp_of(float x) {
   return p * as_float(static_cast<uint32_t>(half + 127) << 23) * as_float(static_cast<uint32_t>(e - half + 127) << 23);
 }
 
+// Loops that call exp_of count: over a range gcc 12 does not make vectors of them, which take a twentieth of the time.
 void activate(Activation activation, float (&row)[kTileN]) {
   switch (activation) {
     case Activation::kNone:
@@ -232,13 +233,13 @@ void activate(Activation activation, float (&row)[kTileN]) {
       }
       break;
     case Activation::kGelu:
-      for (float& v : row) {
-        const float u = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-        v = v / (1.0f + exp_of(-2.0f * u));  // 0.5 (1 + tanh u) = 1 / (1 + exp(-2u))
+      for (int i = 0; i < kTileN; ++i) {
+        const float v = row[i], u = 0.7978845608028654f * (v + 0.044715f * v * v * v);
+        row[i] = v / (1.0f + exp_of(-2.0f * u));  // 0.5 (1 + tanh u) = 1 / (1 + exp(-2u))
       }
       break;
     case Activation::kSilu:
-      for (float& v : row) v = v / (1.0f + exp_of(-v));
+      for (int i = 0; i < kTileN; ++i) row[i] = row[i] / (1.0f + exp_of(-row[i]));
       break;
   }
 }
