@@ -27,33 +27,30 @@ __device__ __forceinline__ float apply(Activation activation, float v) {
   if (activation == Activation::kNone) return v;
   return is_smooth(activation) ? smooth(activation, v) : clamp(v, highest(activation));
 }
-// Of several sums at once: one choice of function.
+// What smooth(activation, v) is, to 2^-16 of it, in fewer instructions: the exponents are those of two, and both
+// functions are the same but for two numbers.
 template <int kCount>
+__device__ __forceinline__ void smooth_rounded(Activation activation, float (&v)[kCount]) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  const bool silu = activation == Activation::kSilu;
+  const float linear = silu ? -kLog2E : -kLog2E * kGeluLinear;
+  const float cubic = silu ? 0.f : -kLog2E * kGeluLinear * kGeluCubic;
+#pragma unroll
+  for (float& of_one : v) {
+    const float square = fminf(of_one * of_one, 0x1p127f);  // finite: times zero it is zero
+    of_one *= ptx::reciprocal(1.f + ptx::power_of_two(of_one * fmaf(cubic, square, linear)));
+  }
+}
+// Of several sums at once: one choice of function. kRounded: they are rounded to 16 bits next.
+template <bool kRounded = false, int kCount>
 __device__ __forceinline__ void apply(Activation activation, float (&v)[kCount]) {
   if (activation == Activation::kNone) return;
   if (is_smooth(activation)) {
+    if constexpr (kRounded) {
+      smooth_rounded(activation, v);
+    } else {
 #pragma unroll
-    for (float& of_one : v) of_one = smooth(activation, of_one);
-  } else {
-    const float high = highest(activation);
-#pragma unroll
-    for (float& of_one : v) of_one = clamp(of_one, high);
-  }
-}
-// Of sums that are rounded to 16 bits next, in fewer instructions: exponents are those of two, which what rounding
-// loses of them changes by no more than 2^-16 of a result, and both functions are the same but for two numbers.
-template <int kCount>
-__device__ __forceinline__ void apply_rounded(Activation activation, float (&v)[kCount]) {
-  if (activation == Activation::kNone) return;
-  if (is_smooth(activation)) {
-    constexpr float kLog2E = 1.4426950408889634f;
-    const bool silu = activation == Activation::kSilu;
-    const float linear = silu ? -kLog2E : -kLog2E * kGeluLinear;
-    const float cubic = silu ? 0.f : -kLog2E * kGeluLinear * kGeluCubic;
-#pragma unroll
-    for (float& of_one : v) {
-      const float square = fminf(of_one * of_one, 0x1p127f);  // finite: times zero it is zero
-      of_one *= ptx::reciprocal(1.f + ptx::power_of_two(of_one * fmaf(cubic, square, linear)));
+      for (float& of_one : v) of_one = smooth(activation, of_one);
     }
   } else {
     const float high = highest(activation);
@@ -128,7 +125,7 @@ __device__ __forceinline__ void finish(const Finish& of, int64_t m, int64_t n, f
 #pragma unroll
   for (int i = 0; i < kCount; ++i) value[i] += bias[i];
   if (kCount == 8 && of.y_dtype != DType::kF32) {
-    apply_rounded(of.activation, value);
+    apply<true>(of.activation, value);
   } else {
     apply(of.activation, value);
   }

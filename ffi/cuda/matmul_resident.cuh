@@ -589,11 +589,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       if (__builtin_expect(plain && params.changes_sums, 0)) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += bias[j / 2];
-        if constexpr (S::kSplit) {
-          apply(args.activation, sum);
-        } else {
-          apply_rounded(args.activation, sum);
-        }
+        apply<!S::kSplit>(args.activation, sum);
       }
       if (plain && S::kSplit) {
 #pragma unroll

@@ -596,7 +596,7 @@ __device__ __forceinline__ void finish_octets(const MatmulArgs& args, int64_t ba
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum[j] = fmaf(sum[j], share.unscale, bias[j]);
-    apply_rounded(args.activation, sum);
+    apply<true>(args.activation, sum);
     uint32_t pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) pairs[j] = from_float2<X>(sum[2 * j], sum[2 * j + 1]);

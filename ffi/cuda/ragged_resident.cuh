@@ -439,7 +439,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
       if (__builtin_expect(plain && params.changes_sums, 0)) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[i] += bias[i / 2];
-        apply_rounded(args.activation, sum);
+        apply<true>(args.activation, sum);
       }
       if (plain) {
         // Neighbours along the outputs in one store: what even lanes have of the odd row is exchanged for what odd ones

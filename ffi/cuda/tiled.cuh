@@ -586,7 +586,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           // Apart from what all tiles come by, which it would cut into pieces.
 #pragma unroll
           for (int i = 0; i < kTileRows / 2; ++i) acc[i] = fmaf(acc[i], unscale, bias[i % 4 / 2]);
-          apply_rounded(args.activation, acc);
+          apply<true>(args.activation, acc);
           unscale = 1.f, bias[0] = bias[1] = 0.f;
         }
         const auto pack = [&](int i) {
