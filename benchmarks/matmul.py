@@ -6,6 +6,7 @@
     python benchmarks/matmul.py --suite scales    float32 scales with bfloat16 activations, into a file of its own
     python benchmarks/matmul.py --suite small     layers of small models, into a file of its own
     python benchmarks/matmul.py --suite few       heads of few outputs, into a file of its own
+    python benchmarks/matmul.py --suite odd       numbers of outputs that are no multiple of 8, into a file of its own
     python benchmarks/matmul.py --suite xla     beside XLA's product of the same codes, into a file of its own
     python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
         kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
@@ -30,6 +31,7 @@ FILES = {
     "batch": "h100-batch.json",
     "every": "h100-every.json",
     "few": "h100-few.json",
+    "odd": "h100-odd.json",
     "scales": "h100-scales.json",
     "small": "h100-small.json",
     "xla": "h100-xla.json",
@@ -39,6 +41,7 @@ TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096)
 WIDE = ((3584, 18944), (4096, 22016))  # more outputs than tiles of 128 for each multiprocessor
 SMALL = ((384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768), (1024, 1024), (1024, 4096), (2048, 2048))
 FEW = ((1024, 10), (768, 100), (4096, 64), (512, 256), (2048, 1000))
+ODD = ((768, 50257), (1024, 30522), (2048, 32001), (4096, 32001), (4096, 1001))  # vocabularies, and a classifier
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
 
 
@@ -104,6 +107,14 @@ SUITES = {
     + [case(k, n, m, group_size=64, mode="nf4", dtype="float32") for k, n in TABLE[1:3] for m in (1, 8, 16, 64)],
     "small": [case(k, n, m) for k, n in SMALL for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048)],
     "few": [case(k, n, m) for k, n in FEW for m in (1, 16, 64, 256, 1024, 4096)],
+    # Each beside whole sixteens of outputs.
+    "odd": [
+        case(k, whole, m, **scheme)
+        for k, n in ODD
+        for scheme in ({}, *({"dtype": "float32"}, {"mode": "integer_zeros"}, {"bits": 8}) * (k == 768))
+        for m in ((1, 8, 16, 32, 64, 128, 256, 1024, 4096) if not scheme else (8, 64, 1024))
+        for whole in (n, -(-n // 16) * 16)
+    ],
     "xla": [case(k, n, m) | {"xla": True} for k, n in TABLE for m in (1, 16)],
     "every": [case(k, n, m) for k, n in TABLE[2:] for m in MIDDLE]
     # What whole waves have, and more.

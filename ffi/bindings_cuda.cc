@@ -64,6 +64,7 @@ void set_weights(Args& args, const WeightOperands& weights) {
   args.scale_dtype = weights.scales.type;
   args.shift_dtype = weights.shift.type;
   args.shift_mode = weights.shift_mode;
+  if constexpr (std::is_same_v<Args, MatmulArgs>) args.parameter_row = weights.n;
 }
 
 // The activations, the result, and what happens to it, of a product's operands; sizes are the caller's.
@@ -507,7 +508,7 @@ ffi::Error static_matmul(cudaStream_t stream, ffi::AnyBuffer codes, ffi::AnyBuff
   args.batch = args.groups = all.x_groups = 1;
   args.m = m;
   args.k = k;
-  args.n = n;
+  args.n = args.parameter_row = n;
   args.bits = static_cast<int>(bits);
   args.scale_dtype = args.y_dtype = DType::kF32;
   all.fused = static_cast<const int32_t*>(fused.untyped_data());

@@ -88,6 +88,16 @@ def team_scratch(tiles: int, cluster: int, tokens: int) -> int:
     return tiles * cluster * 2 * (64 * (-(-(tokens // 2) // 16) * 16) + 2)
 
 
+ROW_ELEMENTS = 16  # of scales and shift where kernels copy whole rows: 16 bytes of uint8, or more of others
+
+
+def aligned_rows_scratch(rows: int, row: int, sizes: list[int]) -> int:
+    """Words of scratch for ``rows`` rows of scales, and of zeros or offsets, ``row`` numbers each of so many bytes: as
+    ``aligned_rows::bytes`` in ``ffi/cuda/aligned_rows.cu``.
+    """
+    return sum(-(-rows * row * size // 256) * 64 for size in sizes)
+
+
 def split_scratch(x_batch: int, m: int, k: int, batch: int) -> int:
     """Words of scratch for float32 activations ``[x_batch, m, k]`` on CUDA, as two fp16 numbers each, and a power of
     two for each row.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_wonly import _abi, _cuda_costs
 from jax_wonly._abi import ShiftMode
-from jax_wonly._format import TILE_N
+from jax_wonly._format import TILE_N, tile_k
 
 _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
@@ -29,6 +29,8 @@ _STREAMED_ROWS = 32  # of float32 cotangents at a time
 _ROWS_OF_PART = 256  # of the gradient of scales, at least: its kernel's start and end take as long
 _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
 _TILE_OUTPUTS = 256  # of the tiled kernel
+WHOLE = 8  # inputs or outputs that kernels read at once, 16 bytes
+_COPIED_BYTES = 4e6  # of weights, from which few rows are worth copying so that they can (log, 140)
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _FEW_WAVES = 2  # of a streaming kernel's CTAs, which overlap
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
@@ -59,6 +61,7 @@ _QUANTIZED_SHIFTED = 2.1
 
 
 SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
+_ALIGNED_ROWS_START, _ALIGNED_ROWS_BYTES = SM90["aligned_rows"]["start"], SM90["aligned_rows"]["bytes"]
 _DECODE = _cuda_costs.Decode(**SM90["decode"])
 _STREAM = _cuda_costs.Stream(**SM90["stream"])
 _RESIDENT, _SPLIT_RESIDENT = (_cuda_costs.resident_of(SM90, name) for name in ("resident", "split_resident"))
@@ -130,11 +133,11 @@ def has_warpgroups() -> bool:
     return _gpu()[0] == "9.0"
 
 
-def has_scales_gradient(k: int, n: int) -> bool:
+def has_scales_gradient() -> bool:
     """Whether the GPU here has a kernel for the gradient of scales: ``scales_gradient::supports`` in
-    ``ffi/cuda/scales_gradient.cu``, of 16-bit numbers that others are made of.
+    ``ffi/cuda/scales_gradient.cu``, of 16-bit numbers that others are made of, in whole eights.
     """
-    return has_warpgroups() and k % 8 == 0 and n % 8 == 0
+    return has_warpgroups()
 
 
 def scales_gradient_parts(m: int, k: int, n: int) -> int:
@@ -170,10 +173,21 @@ class Product(NamedTuple):
     shift_mode: ShiftMode = ShiftMode.NONE
     shift_dtype: Any = None  # None without zeros and offsets
     groups: int = 1
+    parameter_row: int | None = None  # elements of a row of scales and of shift, if more than n
 
     @property
     def outputs(self) -> int:
         return self.batch * self.n
+
+    @property
+    def row(self) -> int:
+        return self.parameter_row or self.n
+
+    @property
+    def parameter_types(self) -> list:
+        """Of scales, and of zeros or offsets if there are any."""
+        shifted = self.shift_mode in (ShiftMode.ZEROS, ShiftMode.OFFSETS)
+        return [self.scale_dtype, *([self.shift_dtype] if shifted else [])]
 
     @property
     def weight_bytes(self) -> float:
@@ -209,14 +223,14 @@ class Product(NamedTuple):
         """As ``warpgroup::is_plain`` in ``ffi/cuda/matmul_warpgroup.cu``."""
         if self.split or self.scale_dtype != self.x_dtype:
             return False
-        zeros = self.shift_mode == ShiftMode.ZEROS and self.shift_dtype == jnp.uint8 and self.n % 16 == 0
-        return zeros or (self.shift_mode == ShiftMode.NONE and self.n % 8 == 0)
+        zeros = self.shift_mode == ShiftMode.ZEROS and self.shift_dtype == jnp.uint8 and self.row % 16 == 0
+        return zeros or (self.shift_mode == ShiftMode.NONE and self.row % 8 == 0)
 
     @property
     def scheme(self) -> _cuda_costs.Scheme:
         alike = self.plain
         if self.floats and not self.split:
-            alike = self.scale_dtype == self.shift_dtype == self.x_dtype and self.n % 8 == 0
+            alike = self.scale_dtype == self.shift_dtype == self.x_dtype and self.row % 8 == 0
         ends = {32: 4, 64: 2}[self.group_size] if self.small_groups else 1
         zeros, half = self.shift_mode == ShiftMode.ZEROS, self.x_dtype == jnp.float16
         return _cuda_costs.Scheme(self.bits, ends, zeros, self.floats, alike, self.split, half)
@@ -224,18 +238,29 @@ class Product(NamedTuple):
 
 def scratch(p: Product, x_batch: int) -> int:
     """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
-    if p.split:  # for their pieces
-        return _abi.split_scratch(x_batch, p.m, p.k, p.batch) if kernel(p) == "matmul_warpgroup" else 0
+    if (p.split or _aligns(p)) and kernel(p) == "matmul_warpgroup":
+        # For pieces of x, or what teams leave each other.
+        rest = _abi.split_scratch(x_batch, p.m, p.k, p.batch) if p.split else _team_scratch(p)
+        return rest + (_aligned_scratch(p) if _aligns(p) else 0)
+    if p.split:
+        return 0
     if tiled_kernel(p):
         if p.m >= _least_tiled_tokens(p):
             return _abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE)
-        if p.m > STREAM_TOKENS and warpgroup_kernel(p):
-            (tokens, _, cluster, teams), _ = min(_warpgroup_times(p), key=lambda pair: pair[1])
-            return _abi.team_scratch(-(-p.m // tokens) * -(-p.n // 128), cluster, tokens) if teams > 1 else 0
-        return 0
+        return _team_scratch(p) if p.m > STREAM_TOKENS and warpgroup_kernel(p) else 0
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         return _abi.mma_scratch(p.batch, p.m, p.n, _cuda_costs.MMA_CTAS * _gpu()[1])
     return 0
+
+
+def _team_scratch(p: Product) -> int:
+    (tokens, _, cluster, teams), _ = min(_warpgroup_times(p), key=lambda pair: pair[1])
+    return _abi.team_scratch(-(-p.m // tokens) * -(-p.n // 128), cluster, tokens) if teams > 1 else 0
+
+
+def _aligned_scratch(p: Product) -> int:
+    sizes = [jnp.dtype(dtype).itemsize for dtype in p.parameter_types]
+    return _abi.aligned_rows_scratch(p.batch * p.groups, _aligned_row(p), sizes)
 
 
 def decode_kernel(p: Product) -> bool:
@@ -263,9 +288,29 @@ def _resident_kernel(p: Product) -> bool:
 
 def warpgroup_kernel(p: Product) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
-    rows = [p.scale_dtype] + ([] if p.shift_mode == ShiftMode.NONE else [p.shift_dtype])
-    aligned = p.k % 8 == 0 and (p.groups <= 1 or all(p.n * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in rows))
+    rows = all(p.row * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in p.parameter_types)
+    aligned = p.k % 8 == 0 and (p.groups <= 1 or rows)
     return has_warpgroups() and aligned and not (p.table or (p.split and p.floats))
+
+
+def _aligned_row(p: Product) -> int:
+    return -(-p.n // _abi.ROW_ELEMENTS) * _abi.ROW_ELEMENTS
+
+
+def _aligns(p: Product) -> bool:
+    """Whether rows of scales and shift are copied before ``matmul_warpgroup`` begins, if it is taken."""
+    return _aligned(p) not in (None, p)
+
+
+def _aligned(p: Product) -> Product | None:
+    """What ``matmul_warpgroup`` takes of a product: it as it is, or with rows of scales and shift that are copied first
+    to where bulk copies reach them, as ``aligns_rows`` in ``ffi/cuda/matmul.cu``; None where it takes neither.
+    """
+    if warpgroup_kernel(p):
+        return p
+    aligned = p._replace(parameter_row=_aligned_row(p))
+    few = p.m <= _STREAM.tokens and not p.split
+    return aligned if not few and warpgroup_kernel(aligned) else None
 
 
 def _in_tiles(p: Product) -> bool:
@@ -294,7 +339,10 @@ def _mma_kernel(p: Product) -> bool:
 
 def _warpgroup_times(p: Product):
     costs = _SPLIT_WARPGROUPS if p.split else _WARPGROUPS
-    return _cuda_costs.warpgroup_times(max(p.m, 1), p.k, p.n, p.batch, p.scheme, _gpu()[1], costs)
+    scheme = (_aligned(p) or p).scheme
+    before = _ALIGNED_ROWS_START + 4 * _aligned_scratch(p) / _ALIGNED_ROWS_BYTES if _aligns(p) else 0.0
+    times = _cuda_costs.warpgroup_times(max(p.m, 1), p.k, p.n, p.batch, scheme, _gpu()[1], costs)
+    return ((config, before + us) for config, us in times)
 
 
 def _warpgroup(p: Product) -> float:
@@ -388,14 +436,17 @@ def kernel(p: Product) -> str:
     if resident and p.split and _resident(p) < math.inf:
         return "matmul_resident"
     wide = p.bits == 8 and p.batch * -(-p.n // TILE_N) > _gpu()[1]
-    by_warpgroups = warpgroup_kernel(p)
-    always = by_warpgroups and (p.small_groups or p.plain or p.split or (p.floats and resident))
+    aligned = _aligned(p)
+    by_warpgroups, aligns = aligned is not None, _aligns(p)
+    always = aligned is not None and (p.small_groups or aligned.plain or p.split or (p.floats and resident))
     streamed = p.m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if by_warpgroups and not streamed:
         other = _warpgroup(p)
-        if p.split and p.m <= STREAM_TOKENS and _stream(p) <= other:
+        if p.m <= STREAM_TOKENS and p.split and _stream(p) <= other:
             return "matmul_stream"
+        if p.m <= STREAM_TOKENS and aligns and _stream(p) <= other:
+            by_warpgroups, other = False, _stream(p)
     elif not streamed:
         other = _stream(p)
     if resident and _resident(p) < other:
@@ -419,7 +470,7 @@ def rounds_weights(p: Product) -> bool:
     if name != "matmul_warpgroup" or p.split:
         return name in ("matmul_tiled", "matmul_mma")
     (tokens, *_), _ = min(_warpgroup_times(p), key=lambda pair: pair[1])
-    return p.scheme.rounds(tokens)
+    return (_aligned(p) or p).scheme.rounds(tokens)
 
 
 def estimate(p: Product) -> tuple[float, float]:
@@ -429,9 +480,9 @@ def estimate(p: Product) -> tuple[float, float]:
     rate = _DENSE_FLOAT32 if p.split else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
     dense = p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
     dense += _DENSE_START + dense_bytes / _MEMORY
-    by_warpgroups = warpgroup_kernel(p)
-    fused = _warpgroup(p) if by_warpgroups else math.inf
-    if not by_warpgroups or (p.split and p.m <= STREAM_TOKENS):
+    aligned = _aligned(p)
+    fused = math.inf if aligned is None else _warpgroup(p)
+    if aligned is None or ((p.split or aligned is not p) and p.m <= STREAM_TOKENS):
         fused = min(fused, _stream(p))
     if tiled_kernel(p):
         fused = min(fused, _tiled(p))
@@ -443,7 +494,7 @@ def estimate(p: Product) -> tuple[float, float]:
 def _shift_apart(p: Product) -> float:
     plain = p.without_shift()
     few = p.m <= STREAM_TOKENS
-    if p.table or not (p.split and p.floats and warpgroup_kernel(plain)) or (few and kernel(p) != "matmul_stream"):
+    if p.table or not (p.split and p.floats and _aligned(plain)) or (few and kernel(p) != "matmul_stream"):
         return math.inf
     fused = _warpgroup(plain)
     if _resident_kernel(plain):
@@ -663,6 +714,26 @@ def rounds_transposed_scales(p: Product) -> bool:
     if not (isinstance(p.m, int) and bfloat16 and symmetric) or (p.bits == 8 and p.m > _REGISTER_TOKENS_OF_EIGHT_BITS):
         return False
     return transposed_kernel(p) == "matmul_transposed_warpgroup"
+
+
+def whole_inputs(p: Product) -> Product:
+    """A product with activations that have zeros behind, up to what its packed tiles have anyway: where rows of them
+    are no multiple of 16 bytes, which no kernel for many tokens takes, and it is worth copying them.
+    """
+    tile = tile_k(p.bits)
+    return p._replace(k=-(-p.k // tile) * tile) if p.k % WHOLE != 0 and _worth_copying(p) else p
+
+
+def whole_outputs(p: Product) -> Product:
+    """A transposed product with cotangents and scales of whole eights of outputs, in which its kernels, and XLA's, read
+    them, where it is worth copying them there.
+    """
+    return p._replace(n=-(-p.n // WHOLE) * WHOLE) if _worth_copying(p) else p
+
+
+def _worth_copying(p: Product) -> bool:
+    """Not for few rows and weights, of which other kernels take odd numbers of inputs and outputs."""
+    return not isinstance(p.m, int) or p.m > STREAM_TOKENS or p.weight_bytes >= _COPIED_BYTES
 
 
 def use_transposed_kernel(p: Product, *, forced: bool = False) -> bool:

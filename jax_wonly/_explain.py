@@ -250,6 +250,8 @@ def explain(
     elif platform == "cuda" and _abi.RAGGED_MATMUL_TRANSPOSED in targets:
         kernel = _cuda_experts.transposed_kernel(product)
     elif platform == "cuda" and not (experts or transpose) and _cuda_dispatch.has_kernels(x.dtype):
+        if activation_quantization is None:
+            product = _cuda_dispatch.whole_inputs(product)
         kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
         if _abi.MATMUL in targets:
             apart = _cuda_dispatch.shift_apart(product)
@@ -258,6 +260,7 @@ def explain(
         elif _abi.QUANTIZED_MATMUL in targets:
             kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
+        product = _cuda_dispatch.whole_outputs(product)
         apart = _cuda_dispatch.transposed_shift_apart(product)
         kernel = _cuda_dispatch.transposed_kernel(product.without_shift() if apart else product)
     elif platform == "cpu" and targets:

@@ -204,6 +204,7 @@ int main(int argc, char** argv) {
     args.scale_dtype = static_cast<DType>(scale_type);
     args.shift_dtype = static_cast<DType>(shift_type);
     args.shift_mode = static_cast<ShiftMode>(mode);
+    args.parameter_row = args.n;
     args.x_batch_stride = args.m * args.k;
     args.scales_batch_stride = args.shift_batch_stride = args.groups * args.n;
     said = false;

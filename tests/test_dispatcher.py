@@ -26,7 +26,7 @@ SOURCES = [f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled"
 SOURCES += [f"ragged_{name}" for name in ("matmul", "resident", "tiled", "warpgroup")]
 SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
-KERNELS = ["matmul_mma", "ragged_plan"]
+KERNELS = ["aligned_rows", "matmul_mma", "ragged_plan"]
 RAGGED = ("decode", "resident", "stream", "tiled", "warpgroup", "transposed_stream", "transposed_warpgroup")
 KERNELS += [f"ragged_{name}_kernels" for name in RAGGED]
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h

@@ -1,5 +1,7 @@
 """What ``explain`` says of a product is what the compiled program does."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +24,12 @@ def calls_of(function, *operands, platform) -> set[str]:
 
 
 @pytest.mark.skipif(not jw.status().cuda, reason="the program for GPUs has no kernels where they are not installed")
-@pytest.mark.parametrize("mode", ["symmetric", "float_zeros"])
+@pytest.mark.parametrize("mode", ["offsets", "float_zeros"])
 def test_path_on_cuda_is_that_of_the_program(mode):
-    qt = shapes_of(1028, 512, group_size=None, mode=mode)  # inputs that have no kernel for many tokens
+    qt = shapes_of(1024, 512, group_size=128, mode=mode)  # with some hundred tokens of float32 dequantizing is faster
     paths = set()
     for m in (1, 16, 64, 300, 4096):
-        x = STRUCT((m, 1028), jnp.bfloat16)
+        x = STRUCT((m, 1024), jnp.float32)
         found = jw.explain(x, qt, platform="cuda")
         forced = jw.explain(x, qt, platform="cuda", implementation="cuda")
         assert set(found.targets) == {_abi.MATMUL if found.path == "kernel" else _abi.DEQUANTIZE}
@@ -168,15 +170,26 @@ def test_kernels_on_cuda(monkeypatch):
     assert [kernel(4, 4096, n, **scheme) for n in (132 * 64, 132 * 64 + 8)] == ["matmul_stream", "matmul_warpgroup"]
     assert kernel(4, 4096, 132 * 64 + 8, bits=8) == "matmul_warpgroup"
     assert kernel(16, n=8196) == "matmul_resident"
-    assert kernel(16, n=8196, mode="offsets") == kernel(12, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
+    assert kernel(12, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
+    # Rows that are copied first, of scales or activations; not for few tokens.
+    odd = {m: kernel(m, 2048, 32001, mode="offsets") for m in (1, 9, 16, 100, 200)}
+    assert list(odd.values()) == ["matmul_decode", *["matmul_warpgroup"] * 3, "matmul_tiled"]
+    assert [kernel(m, 777, 10003, group_size=None) for m in (9, 17, 200)] == [
+        "matmul_stream",
+        "matmul_warpgroup",
+        "matmul_tiled",
+    ]
+    assert kernel(9, 2044, 32001, group_size=None) == "matmul_resident"
+    assert [kernel(m, 768, 50257, dtype=jnp.float32) for m in (1, 17)] == ["matmul_decode", "matmul_warpgroup"]
     assert kernel(40, dtype=jnp.float32) == "matmul_warpgroup"
     assert [kernel(m, dtype=jnp.float32) for m in (1, 8, 9)] == ["matmul_resident"] * 2 + ["matmul_warpgroup"]
     assert [kernel(m, 4096, 14336) for m in (176, 177)] == ["matmul_warpgroup", "matmul_tiled"]
-    assert kernel(64, n=8196) == "matmul_tiled"
+    assert kernel(64, n=8196) == "matmul_warpgroup"
     assert {kernel(40, mode=mode) for mode in modes} == {"matmul_warpgroup"}
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("8.0", 108))
     assert [kernel(m) for m in (1, 16, 17, 4096)] == ["matmul_stream"] * 2 + ["matmul_mma"] * 2
-    assert {kernel(40, k=8196, group_size=None), kernel(40, dtype=jnp.float32)} == {"matmul_stream"}
+    assert {kernel(40, 8192, mode="nf4"), kernel(40, dtype=jnp.float32)} == {"matmul_stream"}
+    assert kernel(40, k=8196, group_size=None) == "matmul_mma"
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
     assert kernel(40, dtype=jnp.float16) == "matmul_stream"
 
@@ -301,3 +314,30 @@ def test_nothing_is_computed(rng):
     seen = []
     jax.jit(lambda x, qt: seen.append(jw.explain(x, qt)))(x, weight)
     assert seen[0] == jw.explain(x, weight) == jw.explain(jnp.asarray(x), jax.eval_shape(lambda: weight))
+
+
+def test_gradients_of_any_number_of_outputs_on_cuda(monkeypatch):
+    """Cotangents and scales of whole eights of outputs, which kernels read at once; not of few rows of few weights."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    monkeypatch.setattr(jw._explain._ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+
+    def calls(m, n, function):
+        qt = shapes_of(256, n, group_size=128, mode="offsets")
+        operands = STRUCT((m, 256), jnp.bfloat16), qt, STRUCT((m, n), jnp.bfloat16)
+        text = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        return [line for line in text.splitlines() if "custom_call" in line and "wonly" in line]
+
+    def of_activations(x, qt, dy):
+        return jax.linear_transpose(lambda x: jw.matmul(x, qt), x)(dy)[0]
+
+    def of_scales(x, qt, dy):
+        return jax.vjp(lambda s: jw.matmul(x, dataclasses.replace(qt, scales=s)), qt.scales)[1](dy)[0]
+
+    for m, n, whole in ((64, 1001, 1008), (3, 1001, 1001), (3, 50257, 50264), (64, 1008, 1008)):
+        (call,) = calls(m, n, of_activations)
+        assert _abi.MATMUL_TRANSPOSED in call
+        assert f"tensor<1x{m}x{whole}xbf16>" in call and call.count(f"tensor<1x2x{whole}xbf16>") == 2
+        x, qt = STRUCT((m, n), jnp.bfloat16), shapes_of(256, n, group_size=128, mode="offsets")
+        kernel = jw.explain(x, qt, transpose=True, platform="cuda").kernel
+        assert kernel == ("matmul_transposed_warpgroup" if m == 64 else "matmul_transposed_stream")
+    assert any(_abi.SCALES_GRADIENT in call and "x1008xbf16>" in call for call in calls(64, 1001, of_scales))

@@ -108,6 +108,43 @@ struct Strips {
   }
 };
 
+// The results of 16 bits that a tile has of a row, 64 but for a row's last ones, on their way from shared memory to any
+// address, by eight threads. Of 64 each stores 16 bytes as they lie there, and one of the eight that are left at the
+// ends; of fewer one after the other.
+struct AnyRow {
+  uint16_t* to;
+  const uint4* from;  // chunks of eight, each in the place of its number ^ order
+  uint4 low, high;    // those that have the thread's 16 bytes
+  uint16_t end;
+
+  __device__ __forceinline__ uint32_t before() const {  // the first multiple of 16 bytes
+    return -static_cast<uint32_t>(reinterpret_cast<uintptr_t>(to) / sizeof(*to)) % 8;
+  }
+  __device__ __forceinline__ void load(uint32_t order, uint32_t chunk) {
+    low = from[chunk ^ order], high = from[(chunk + 1) % 8 ^ order];
+    end = reinterpret_cast<const uint16_t*>(from + ((chunk < before() ? 0 : 7) ^ order))[chunk];
+  }
+  __device__ __forceinline__ void store(uint32_t chunk, bool wanted) const {
+    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const uint32_t shift = before();
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i] = shift & 4 ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) words[i] = shift & 2 ? words[i + 1] : words[i];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], shift % 2 * 16);
+    ptx::store_in_row(to + shift + chunk * 8, 0, 0, {words[0], words[1], words[2], words[3]},
+                      wanted && (chunk < 7 || shift == 0));
+    if (wanted && shift > 0) to[(chunk < shift ? 0 : 56) + chunk] = end;
+  }
+  __device__ __forceinline__ void store_some(uint32_t order, uint32_t chunk, int count) const {
+#pragma unroll 1
+    for (uint32_t i = chunk; static_cast<int>(i) < count; i += 8) {
+      to[i] = reinterpret_cast<const uint16_t*>(from + (i / 8 ^ order))[chunk];
+    }
+  }
+};
+
 // A thread of one of kCount warpgroups that multiply. Its sums of columns 8j .. 8j + 7 (rows of the result) are 4j ..
 // 4j + 3: of columns 2t and 2t + 1 of those for output row(), then for row() + 8.
 template <int kCount>
@@ -142,9 +179,10 @@ struct ConsumerOf {
   // Writes `rows` rows of the result's `outputs` from n0 on, of 16 bits, through shared memory, so that a row's outputs
   // leave together; kRows at a time, 16 or some, for which `staged` has room: for all, where nobody else has anything
   // there, if it is `whole`. kColumns are whole eights. pack(i): sums i and i + 1 as they are stored; place_of(i):
-  // where row 16 i + stored_row() is, from `y` on, or, with kHoles, negative if there is none.
+  // where row 16 i + stored_row() is, from `y` on, or, with kHoles, negative if there is none. With kAnyOutputs, which
+  // asks for rows that are not known when it is compiled, their number may be no multiple of eight.
   __device__ static int stored_row() { return thread() / 8; }
-  template <int kColumns, int kRows, bool kHoles = false, typename Pack, typename PlaceOf>
+  template <int kColumns, int kRows, bool kHoles = false, bool kAnyOutputs = false, typename Pack, typename PlaceOf>
   __device__ __forceinline__ void store_placed(int outputs, uint16_t* y, int64_t n0, int rows, float* staged,
                                                Pack&& pack, PlaceOf&& place_of, bool whole = false) const {
     uint4* chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
@@ -171,6 +209,30 @@ struct ConsumerOf {
         ptx::store_matrices_transposed(chunks + row * 8 + (of_row ^ (row % 8)), matrices);
       }
       sync();
+      if (kAnyOutputs && outputs % 8 != 0) {
+        const int count = outputs - static_cast<int>(n0);
+#pragma unroll 1
+        for (int i = 0; i < kRows / 16 && base + i * 16 < rows - column; i += 2) {
+          const bool second = base + (i + 1) * 16 < rows - column;
+          AnyRow two[2];
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int at = j == 0 || second ? i + j : i;
+            two[j].to = y + static_cast<int64_t>(place_of(part * (kRows / 16) + at)) * outputs + n0;
+            two[j].from = chunks + (column + at * 16) * 8;
+            two[j].load(column % 8, chunk);
+          }
+          if (count >= kTileN) {
+            two[0].store(chunk, true);
+            two[1].store(chunk, second);
+          } else {
+            two[0].store_some(column % 8, chunk, count);
+            if (second) two[1].store_some(column % 8, chunk, count);
+          }
+        }
+        if (whole) chunks += kRows * 8, mine += kRows * 8;
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kRows / 16; ++i) {
         if (base + i * 16 >= kColumns) break;

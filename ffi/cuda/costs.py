@@ -60,6 +60,9 @@ def header() -> str:
             f"inline constexpr float kStreamFewFloat32 = {number(newer['stream']['few_float32'])};\n",
             f"inline constexpr float kStreamSmallGroupsFloat32 = {number(newer['stream']['small_groups_float32'])};\n",
             f"inline constexpr float kStreamWave = {number(newer['stream']['wave'])};\n",
+            "// Of scales, zeros and offsets that are copied first.\n"
+            f"inline constexpr float kAlignedRowsStart = {number(newer['aligned_rows']['start'])};\n",
+            f"inline constexpr float kAlignedRowsBytes = {number(newer['aligned_rows']['bytes'])};\n",
             constants("kDecode", {name: value for name, value in newer["decode"].items() if name != "tokens"}),
             "// From so many tokens on where matmul_warpgroup is there too: four bits and groups of 128 inputs, or\n"
             "// others.\n"

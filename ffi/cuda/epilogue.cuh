@@ -130,7 +130,13 @@ __device__ __forceinline__ void finish(const Finish& of, int64_t m, int64_t n, f
     apply(of.activation, value);
   }
   const int64_t at = (of.first_row + m) * of.n + n;
-  if (of.n % kCount != 0) {
+  if (of.n % kCount != 0 && of.y_dtype == DType::kF32) {
+    float* const y = static_cast<float*>(of.y) + at;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (n + i < of.n) y[i] = value[i];
+    }
+  } else if (of.n % kCount != 0) {
 #pragma unroll 1
     for (int i = 0; i < kCount && n + i < of.n; ++i) {
       store_float(of.y, at + i, value[0], of.y_dtype);

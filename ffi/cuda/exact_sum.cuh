@@ -18,7 +18,7 @@ inline __device__ float weight_at(const MatmulArgs& args, int64_t batch, int64_t
   const int64_t tile = (n / kTileN) * tiles + (k >> log2_step);
   const uint32_t word = args.qw[batch * args.qw_batch_stride + tile * kTileWords + at.word];
   const float code = static_cast<float>((word >> at.shift) & ((1u << args.bits) - 1u));
-  const int64_t index = (log2_group < 0 ? 0 : k >> (log2_group + 5)) * args.n + n;
+  const int64_t index = (log2_group < 0 ? 0 : k >> (log2_group + 5)) * args.parameter_row + n;
   const float scale = load_element(args.scales, batch * args.scales_batch_stride + index, args.scale_dtype);
   if constexpr (kTable) {
     const float* const table = static_cast<const float*>(args.shift) + batch * args.shift_batch_stride;

@@ -2,6 +2,7 @@
 // what benchmarks/tune.py measured on an H100; shapes between those follow the same rule.
 #include <algorithm>
 
+#include "cuda/aligned_rows.h"
 #include "cuda/costs.h"
 #include "cuda/device.h"
 #include "cuda/matmul.h"
@@ -125,6 +126,14 @@ cudaError_t launch_decode(const MatmulArgs& args, const Device& device, cudaStre
   return error;
 }
 
+// Whether matmul_warpgroup, which copies rows of scales and shift in bulk, has to wait until they are where it can. Of
+// few tokens others are faster that need none of this.
+bool aligns_rows(const MatmulArgs& args) {
+  const bool few = args.m <= costs::kStreamTokens && args.x_dtype != DType::kF32;
+  if (few || warpgroup::supports(args) || aligned_rows::bytes(args) > args.scratch_bytes) return false;
+  return warpgroup::supports(aligned_rows::after(args));
+}
+
 }  // namespace
 
 cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
@@ -140,18 +149,26 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   // CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const bool small_groups = has_small_groups(args);
-  bool by_warpgroups = warpgroup::supports(args);
   const bool splits = args.x_dtype == DType::kF32;
+  const bool aligns = device.architecture == 90 && aligns_rows(args);
+  const MatmulArgs aligned = aligns ? aligned_rows::after(args) : args;  // what matmul_warpgroup takes
+  bool by_warpgroups = warpgroup::supports(aligned);
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
   const bool always =
-      by_warpgroups && (small_groups || splits || warpgroup::is_plain(args) || (sums && resident::supports(args)));
+      by_warpgroups && (small_groups || splits || warpgroup::is_plain(aligned) || (sums && resident::supports(args)));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
   const warpgroup::Costs& of_warpgroups = splits ? costs::kSplitWarpgroup : costs::kWarpgroup;
-  const float us = streamed        ? 0.f
-                   : by_warpgroups ? warpgroup::choose(args, device.multiprocessors, of_warpgroups, &warpgroups)
-                                   : stream_us(args, device);
-  if (splits && args.m <= kStreamPass && us >= stream_us(args, device)) by_warpgroups = false;
+  float us = streamed        ? 0.f
+             : by_warpgroups ? warpgroup::choose(aligned, device.multiprocessors, of_warpgroups, &warpgroups)
+                             : stream_us(args, device);
+  if (aligns) {
+    us += costs::kAlignedRowsStart + static_cast<float>(aligned_rows::bytes(args)) / costs::kAlignedRowsBytes;
+  }
+  if ((splits || aligns) && args.m <= kStreamPass && us >= stream_us(args, device)) {
+    by_warpgroups = false;
+    if (aligns) us = stream_us(args, device);
+  }
   if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
@@ -161,7 +178,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
-    if (args.m >= (by_warpgroups ? least : kStreamPass + 1) && tiled::supports(args)) {
+    if (args.m >= (by_warpgroups && !aligns ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
       const bool table = args.shift_mode == ShiftMode::kTable;  // streaming that again takes longer in any case
@@ -169,7 +186,10 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
       const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
       if (table || tiled_us < us) return tiled::launch(args, tiles, stream);
     }
-    if (by_warpgroups) return warpgroup::launch(args, warpgroups, stream);
+    if (by_warpgroups) {
+      const cudaError_t error = aligns ? aligned_rows::launch(args, stream) : cudaSuccess;
+      return error == cudaSuccess ? warpgroup::launch(aligned, warpgroups, stream) : error;
+    }
   }
   if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass && mma::supports(args)) {
     mma::Config tiles{};

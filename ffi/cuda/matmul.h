@@ -25,6 +25,7 @@ struct MatmulArgs {
   int64_t batch;
   int64_t x_batch_stride, qw_batch_stride, scales_batch_stride, shift_batch_stride, bias_batch_stride;
   int64_t m, k, n, groups;
+  int64_t parameter_row;  // elements from one row of scales, and of shift, to the next: n, or more
   int bits;
   DType x_dtype, scale_dtype, shift_dtype, bias_dtype, y_dtype;
   ShiftMode shift_mode;

@@ -19,23 +19,26 @@ int64_t split_rows(const MatmulArgs& args) {
 bool supports(const MatmulArgs& args) {
   const bool aligned = args.k % 8 == 0 && args.k > 0 && args.m > 0;
   // Rows of scales and of zeros or offsets are copied in pieces of 16 bytes.
-  const bool aligned_scales = args.groups == 1 || args.n * element_size(args.scale_dtype) % 16 == 0;
+  const bool aligned_scales = args.groups == 1 || args.parameter_row * element_size(args.scale_dtype) % 16 == 0;
   const bool shifted = args.shift_mode != ShiftMode::kNone;
-  const bool aligned_shifts = args.groups == 1 || !shifted || args.n * element_size(args.shift_dtype) % 16 == 0;
+  const bool aligned_shifts =
+      args.groups == 1 || !shifted || args.parameter_row * element_size(args.shift_dtype) % 16 == 0;
   if (!aligned || !aligned_scales || !aligned_shifts || args.shift_mode == ShiftMode::kTable) return false;
   return args.x_dtype != DType::kF32 || ((!shifted || args.shift_dtype == DType::kU8) && split_rows(args) > 0);
 }
 
 bool is_plain(const MatmulArgs& args) {
   const bool zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
-  return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype && args.n % 8 == 0 &&
-         (args.shift_mode == ShiftMode::kNone || (zeros && args.n % 16 == 0));
+  return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype && args.parameter_row % 8 == 0 &&
+         (args.shift_mode == ShiftMode::kNone || (zeros && args.parameter_row % 16 == 0));
 }
 
 bool rounds(const MatmulArgs& args, int tokens) {
   const bool shifted = args.shift_mode != ShiftMode::kNone;
   if (args.x_dtype == DType::kF32) return false;
-  if (shifted && args.shift_dtype == args.x_dtype) return args.scale_dtype == args.x_dtype && args.n % 8 == 0;
+  if (shifted && args.shift_dtype == args.x_dtype) {
+    return args.scale_dtype == args.x_dtype && args.parameter_row % 8 == 0;
+  }
   if (!is_plain(args)) return false;
   if (has_small_groups(args)) {
     return tokens >= (args.bits == 4 && (log2_group_blocks(args) == 0 || !shifted) ? 32 : 64);

@@ -428,7 +428,7 @@ constexpr int team_sums(int tokens, int outputs) { return most_of_rank(tokens) *
 template <typename S>
 __device__ __forceinline__ bool rounds_sums(const MatmulArgs& args) {
   constexpr bool kMay = !S::Source::kWindows && S::Source::kPieces == 1 && !S::kSums;
-  return kMay && args.activation == Activation::kNone && args.y_dtype == args.x_dtype && args.n % 8 == 0;
+  return kMay && args.activation == Activation::kNone && args.y_dtype == args.x_dtype;
 }
 
 // Of one cluster's CTAs, or of two where teams share a tile's inputs, what a CTA finishes: the tokens of its blocks, of
@@ -452,7 +452,7 @@ __device__ __forceinline__ void store_rows(const tiles::ConsumerOf<kWarpgroups>&
     return from_float2<X>(fmaf(sums[i], unscale, bias[i % 4 / 2]), fmaf(sums[i + 1], unscale, bias[i % 4 / 2]));
   };
   const int block = me.stored_row() / 8 * cluster + rank;
-  me.template store_placed<kTokens, kStoredTokens>(
+  me.template store_placed<kTokens, kStoredTokens, false, true>(
       outputs, y, n0, rows, reinterpret_cast<float*>(staged), pack,
       [&](int i) { return (block + 2 * i * cluster) * 8 + me.stored_row() % 8; }, true);
 }
@@ -661,7 +661,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
-  const int outputs = min(S::kRows, static_cast<int>(args.n) - n0);
+  const int outputs = min(S::kRows, static_cast<int>(args.parameter_row) - n0);  // with what follows the last
   const int row_tiles = (outputs + kTileN - 1) / kTileN;
 
   constexpr float kBias = bias_of(S::kBits);
@@ -769,7 +769,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           ptx::tensor_copy_3d(to + S::kScalesAt, &maps.scales, n0, first, scales_batch, done);
           if (shift_size > 0) ptx::tensor_copy_3d(to + S::kShiftsAt, &maps.shifts, n0, first, shifts_batch, done);
         } else if (producer == 1 && grouped) {
-          const int64_t first = (stage * 4 >> params.log2_group_blocks) * args.n + n0;
+          const int64_t first = (stage * 4 >> params.log2_group_blocks) * args.parameter_row + n0;
           ptx::bulk_copy(to + S::kScalesAt, scales + first * scale_size, scale_row_bytes, done);
           if (shift_size > 0) {
             ptx::bulk_copy(to + S::kShiftsAt, shifts + first * shift_size, shift_row_bytes, done);
@@ -1327,7 +1327,7 @@ cudaError_t launch_shape(const Kernel<Source>& kernel, typename Source::Params p
     const auto describe = [&](const void* data, DType type, int64_t batch_stride, CUtensorMap* map) {
       const int64_t batch = batch_stride == 0 ? 1 : args.batch;
       const int rows = kernel.rounded ? params.stage_groups : kernel.flushes;
-      return describe_rows(data, element_size(type), args.n, args.groups, batch, kernel.outputs, rows, map);
+      return describe_rows(data, element_size(type), args.parameter_row, args.groups, batch, kernel.outputs, rows, map);
     };
     error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
     if (error == cudaSuccess && args.shift_mode != ShiftMode::kNone) {

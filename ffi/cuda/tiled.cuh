@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Consumer me{warp / 4, warp % 4};
     float* const staged =
         reinterpret_cast<float*>(shared + S::kStagedAt) + me.warpgroup * kStagedRows * tiles::kStagedStride;
-    const bool plain = args.y_dtype == args.x_dtype && args.n % 8 == 0;
+    const bool plain = args.y_dtype == args.x_dtype && (!Source::kLoadsRows || args.n % 8 == 0);
     // Where this lane's words are in a stage, and the factors of its outputs for each half, which may be the same.
     const int own_factors = S::kAffineAt + (me.warpgroup * kTileN + me.row()) * static_cast<int>(sizeof(Affine));
     const int second_half = params.log2_group_blocks == 0 ? kOutputs * static_cast<int>(sizeof(Affine)) : 0;
@@ -596,8 +596,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         uint16_t* const y = static_cast<uint16_t*>(args.y) + tile.weights * args.m * args.n;
         float* const of_all = reinterpret_cast<float*>(ring.stages + me.warpgroup * kTileRows * kTileN * 2);
         const auto store = [&](auto&& place_of) {
-          me.store_placed<kTileRows, kPlacedRows>(static_cast<int>(args.n), y, n0, tile.rows, last ? of_all : staged,
-                                                  pack, place_of, last);
+          me.store_placed<kTileRows, kPlacedRows, false, !Source::kLoadsRows>(
+              static_cast<int>(args.n), y, n0, tile.rows, last ? of_all : staged, pack, place_of, last);
         };
         if constexpr (Source::kLoadsRows) {
           int places[kTileRows / 16];  // all on their way at once

@@ -78,6 +78,13 @@ def parameters_alike(scales: jax.Array, rest: Sequence[jax.Array], shift_mode: S
     return scales.astype(types[0]), rest[0].astype(types[1]), *rest[1:]
 
 
+def pad_last(a: jax.Array, size: int) -> jax.Array:
+    """With zeros after its last axis' numbers, so that it has ``size``."""
+    if a.shape[-1] == size:
+        return a
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, size - a.shape[-1])])
+
+
 def group_sums(x, groups: int):
     """``[..., K] -> [..., G]``: float32 sums of the inputs of each group."""
     return x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1).sum(-1)

@@ -34,6 +34,7 @@ from jax_wonly.primitives._common import (
     is_zero,
     make_primitive,
     merge_batch,
+    pad_last,
     parameters_alike,
     register_lowerings,
 )
@@ -219,12 +220,37 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
         x = _rounded(a, p, platform)
     if platform == "cuda" and not p.transpose:
         scales, *rest = parameters_alike(scales, rest, p.shift_mode)
+        if p.implementation != "dequantize":
+            x, p = _whole_inputs(x, qw, scales, rest, p)
+    if platform == "cuda" and p.transpose and p.implementation != "dequantize":
+        x, scales, *rest = _whole_outputs(x, qw, scales, rest, p)
     shift, bias = split_rest(rest, p.shift_mode)
     if _prefers_kernel(x, qw, scales, shift, p, platform):
         if shift and _takes_shift_apart(x, qw, scales, shift, p, platform):
             return _with_shift_apart(x, qw, scales, shift[0], bias, p, platform)
         return _kernel(x, qw, scales, *rest, p=p, platform=platform)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
+
+
+def _whole_inputs(x, qw, scales, rest, p: Params):
+    """Activations of inputs that are no multiple of what kernels copy at once, with zeros behind, and the product of
+    those: packed weights go on to whole tiles anyway."""
+    from jax_wonly import _cuda_dispatch
+
+    shift, _ = split_rest(rest, p.shift_mode)
+    product = _product(x, scales, shift, p.shift_mode, _result_shape(x, qw, scales, *rest, p=p)[0], p)
+    k = _cuda_dispatch.whole_inputs(product).k
+    return pad_last(x, k), p._replace(k=k)
+
+
+def _whole_outputs(dy, qw, scales, shift, p: Params):
+    """Cotangents, scales, and zeros or offsets of outputs that are no multiple of what kernels read at once, with zeros
+    behind: packed weights go on to whole tiles anyway."""
+    from jax_wonly import _cuda_dispatch
+
+    product = _product(dy, scales, shift, p.shift_mode, _result_shape(dy, qw, scales, *shift, p=p)[0], p)
+    n = _cuda_dispatch.whole_outputs(product).n
+    return tuple(pad_last(a, n) for a in (dy, scales, *shift))
 
 
 def _takes_shift_apart(x, qw, scales, shift, p: Params, platform: str) -> bool:

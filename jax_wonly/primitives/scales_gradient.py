@@ -36,6 +36,7 @@ from jax_wonly.primitives._common import (
     is_zero,
     make_primitive,
     merge_batch,
+    pad_last,
     register_lowerings,
 )
 from jax_wonly.primitives.matmul_sharding import (
@@ -172,9 +173,12 @@ def _native(x, qw, dy, *limits, params: Params, platform: str) -> jax.Array:
         return _reference(x, qw, dy, *limits, params=p)
     from jax_wonly import _cuda_dispatch
 
-    n, group_size = dy.shape[-1], p.k // p.groups
-    if not _cuda_dispatch.has_scales_gradient(p.k, n):
+    outputs, group_size = dy.shape[-1], p.k // p.groups
+    if not _cuda_dispatch.has_scales_gradient():
         return _reference(x, qw, dy, *limits, params=p)
+    # With zeros behind, up to whole eights: packed weights go on to whole tiles anyway.
+    k, n = (-(-size // _cuda_dispatch.WHOLE) * _cuda_dispatch.WHOLE for size in (p.k, outputs))
+    x, dy, p = pad_last(x, k), pad_last(dy, n), p._replace(k=k)
     x, dy, undo = (x, dy, ()) if x.dtype == dy.dtype and x.dtype.itemsize == 2 else _as_fp16(x, dy)
     times = _PRODUCTS if undo else 1
     limits = tuple(times * a for a in limits)
@@ -191,7 +195,8 @@ def _native(x, qw, dy, *limits, params: Params, platform: str) -> jax.Array:
     attributes = {"bits": np.int64(p.bits), "block": np.int64(block), "has_table": np.int64(len(table))}
     y = jax.ffi.ffi_call(_abi.SCALES_GRADIENT, result)(x, qw, dy, *table, *limits, **attributes)
     y = y.sum(0, keepdims=True) if parts > 1 else y
-    y = y if y.shape[1] == p.groups else y.reshape(lead, p.groups, -1, n).sum(2)
+    y = y[..., :outputs]
+    y = y if y.shape[1] == p.groups else y.reshape(lead, p.groups, -1, outputs).sum(2)
     for factor in undo:
         y = y * factor
     return y

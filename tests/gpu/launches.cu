@@ -128,7 +128,7 @@ MatmulArgs product(Case& c, int64_t batch, int64_t m, int64_t k, int64_t n, int6
   args.bias = c.numbers(n, DType::kF32);
   args.bias_dtype = DType::kF32;
   args.activation = transposed ? Activation::kNone : static_cast<Activation>(scheme);
-  args.batch = batch, args.m = m, args.k = k, args.n = n, args.groups = groups, args.bits = bits;
+  args.batch = batch, args.m = m, args.k = k, args.n = args.parameter_row = n, args.groups = groups, args.bits = bits;
   args.x_batch_stride = m * (transposed ? n : k);
   args.qw_batch_stride = words;
   args.scales_batch_stride = args.shift_batch_stride = groups * n;
@@ -151,6 +151,8 @@ void products() {
         run(type, bits, m, 256, 136, 64, seen % 4);
         run(type, bits, m, 1024, 264, 128, seen % 4);
         run(type, bits, m, 104, 70, 0, seen % 4);
+        run(type, bits, m, 1024, 1001, 128, seen % 4);  // rows of scales and results that begin anywhere
+        run(type, bits, m, 4096, 137, 64, seen % 4);    //
       }
     }
   }

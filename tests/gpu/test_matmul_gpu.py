@@ -82,6 +82,40 @@ def test_float32_in_pieces(rng, bits, mode, group_size):
         np.testing.assert_array_equal(wild[..., others, :], np.asarray(y)[..., others, :])
 
 
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize("mode", [*MODES, "table"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_any_number_of_outputs(rng, bits, mode, x_dtype):
+    """Rows of results and of scales that begin anywhere, of every kernel for more than a few tokens: with the last 64
+    outputs in any number, splits of the inputs, several weights, and what is done after the sums."""
+    if mode == "table" and bits == 8:
+        pytest.skip("tables have four bits")
+    seen = set()
+    for group_size, k in ((128, 1152), (32, 1120), (64, 2112), (None, 1000), (256, 4096)):
+        n = int(rng.choice([9, 17, 68, 100, 129, 137, 250, 1001, 1018, 1287, 4100]))
+        lead = () if rng.random() < 0.7 else (3,)
+        scale_dtype = x_dtype if rng.random() < 0.7 else "float32"
+        weight = random_weight(
+            rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype, lead=lead
+        )
+        options = {"activation": rng.choice([None, "relu"]), "implementation": "cuda"}
+        options["preferred_element_type"] = rng.choice([None, None, "float32"])
+        bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32) if rng.random() < 0.5 else None
+        product = jax.jit(lambda x, qt, bias, options=options: jw.matmul(x, qt, bias=bias, **options))
+        cut_off = x_dtype == "float32" and bits == 8 and mode != "symmetric"
+        for m in sorted(rng.choice([9, 17, 24, 40, 64, 72, 100, 130, 200, 257, 600], 3, replace=False).tolist()):
+            x = random_x(rng, (*lead, m, k), x_dtype)
+            y = product(x, weight.qt, bias)
+            rounded = rounds_weights("cuda", x, weight.qt)
+            of = {"bias": bias, "activation": options["activation"], "out_dtype": options["preferred_element_type"]}
+            assert_product(y, x, weight, rounded_weights=rounded, cut_off=cut_off, **of)
+            np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
+            seen.add(jw.explain(x, weight.qt, platform="cuda", implementation="cuda").kernel)
+    streamed = x_dtype == "float32" and mode not in ("symmetric", "integer_zeros")
+    if _cuda_dispatch.has_warpgroups() and not streamed:
+        assert seen & {"matmul_warpgroup", "matmul_tiled"}
+
+
 @pytest.mark.parametrize("m", [129, 150, 180, 215, 250])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_tiles_of_every_height(rng, bits, m):

@@ -49,6 +49,8 @@ def test_kernel(rng, bits, mode, dtype):
         (256, 128, 1280, 72),
         (None, 129, 1096, 520),
         (None, 7, 40, 8),
+        (128, 40, 384, 1001),
+        (32, 300, 416, 100),
         (128, 33, 4224, 2056),
     ]:
         weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode)

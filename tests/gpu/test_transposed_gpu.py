@@ -117,6 +117,21 @@ def test_many_tokens_of_float32(rng, bits, mode, scale_dtype):
         assert_transposed(transposed(jnp.asarray(dy), weight.qt, k), dy, weight)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_any_number_of_outputs(rng, bits, mode, dtype):
+    """Numbers of outputs in which no row is read 16 bytes at a time; cotangents and scales then have zeros behind."""
+    for group_size, m, k, lead in [(128, 40, 1152, ()), (32, 300, 416, ()), (None, 3, 2048, ()), (64, 70, 192, (3,))]:
+        n = int(rng.choice([9, 77, 100, 1001, 1287, 2052]))
+        scale_dtype = dtype if rng.random() < 0.7 else "float32"
+        weight = random_weight(
+            rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype, lead=lead
+        )
+        dy = random_x(rng, (*lead, m, n), dtype)
+        assert_transposed(transposed(dy, weight.qt, k), dy, weight)
+
+
 @pytest.mark.parametrize("power", [-90, -30, 30, 90])
 @pytest.mark.parametrize("m", [40, 200])
 def test_range_of_float32(rng, power, m):
