@@ -30,7 +30,8 @@ _ROWS_OF_PART = 256  # of the gradient of scales, at least: its kernel's start a
 _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
 _TILE_OUTPUTS = 256  # of the tiled kernel
 WHOLE = 8  # inputs or outputs that kernels read at once, 16 bytes
-_COPIED_BYTES = 4e6  # of weights, from which few rows are worth copying so that they can (log, 140)
+_COPIED_OUTPUTS = 3000  # from which few rows of cotangents are worth copying so that they can (log, 140)
+_DENSE_ODD = 1.6  # how much longer XLA's product takes at least whose outputs are no whole eights
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _FEW_WAVES = 2  # of a streaming kernel's CTAs, which overlap
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
@@ -309,7 +310,7 @@ def _aligned(p: Product) -> Product | None:
     if warpgroup_kernel(p):
         return p
     aligned = p._replace(parameter_row=_aligned_row(p))
-    few = p.m <= _STREAM.tokens and not p.split
+    few = p.m <= _STREAM.tokens and (p.weight_bytes < _DECODE.weights or _resident_kernel(p))
     return aligned if not few and warpgroup_kernel(aligned) else None
 
 
@@ -437,16 +438,14 @@ def kernel(p: Product) -> str:
         return "matmul_resident"
     wide = p.bits == 8 and p.batch * -(-p.n // TILE_N) > _gpu()[1]
     aligned = _aligned(p)
-    by_warpgroups, aligns = aligned is not None, _aligns(p)
+    by_warpgroups = aligned is not None
     always = aligned is not None and (p.small_groups or aligned.plain or p.split or (p.floats and resident))
     streamed = p.m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if by_warpgroups and not streamed:
         other = _warpgroup(p)
-        if p.m <= STREAM_TOKENS and p.split and _stream(p) <= other:
+        if p.split and not _aligns(p) and p.m <= STREAM_TOKENS and _stream(p) <= other:
             return "matmul_stream"
-        if p.m <= STREAM_TOKENS and aligns and _stream(p) <= other:
-            by_warpgroups, other = False, _stream(p)
     elif not streamed:
         other = _stream(p)
     if resident and _resident(p) < other:
@@ -478,11 +477,12 @@ def estimate(p: Product) -> tuple[float, float]:
     operations = 2.0 * p.outputs * p.k  # of one token
     dense_bytes = p.weight_bytes + p.outputs * p.k * jnp.dtype(p.x_dtype).itemsize
     rate = _DENSE_FLOAT32 if p.split else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
+    rate /= _DENSE_ODD if p.n % WHOLE else 1.0
     dense = p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
     dense += _DENSE_START + dense_bytes / _MEMORY
     aligned = _aligned(p)
     fused = math.inf if aligned is None else _warpgroup(p)
-    if aligned is None or ((p.split or aligned is not p) and p.m <= STREAM_TOKENS):
+    if aligned is None or (p.split and aligned is p and p.m <= STREAM_TOKENS):
         fused = min(fused, _stream(p))
     if tiled_kernel(p):
         fused = min(fused, _tiled(p))
@@ -718,22 +718,19 @@ def rounds_transposed_scales(p: Product) -> bool:
 
 def whole_inputs(p: Product) -> Product:
     """A product with activations that have zeros behind, up to what its packed tiles have anyway: where rows of them
-    are no multiple of 16 bytes, which no kernel for many tokens takes, and it is worth copying them.
+    are no multiple of 16 bytes, which no kernel for more than a few tokens takes.
     """
     tile = tile_k(p.bits)
-    return p._replace(k=-(-p.k // tile) * tile) if p.k % WHOLE != 0 and _worth_copying(p) else p
+    few = isinstance(p.m, int) and p.m <= _DECODE.tokens
+    return p if few or p.k % WHOLE == 0 else p._replace(k=-(-p.k // tile) * tile)
 
 
 def whole_outputs(p: Product) -> Product:
     """A transposed product with cotangents and scales of whole eights of outputs, in which its kernels, and XLA's, read
-    them, where it is worth copying them there.
+    them. Of few rows and outputs the kernel that streams takes any.
     """
-    return p._replace(n=-(-p.n // WHOLE) * WHOLE) if _worth_copying(p) else p
-
-
-def _worth_copying(p: Product) -> bool:
-    """Not for few rows and weights, of which other kernels take odd numbers of inputs and outputs."""
-    return not isinstance(p.m, int) or p.m > STREAM_TOKENS or p.weight_bytes >= _COPIED_BYTES
+    few = isinstance(p.m, int) and p.m <= STREAM_TOKENS and p.n < _COPIED_OUTPUTS
+    return p if few else p._replace(n=-(-p.n // WHOLE) * WHOLE)
 
 
 def use_transposed_kernel(p: Product, *, forced: bool = False) -> bool:

@@ -126,12 +126,16 @@ cudaError_t launch_decode(const MatmulArgs& args, const Device& device, cudaStre
   return error;
 }
 
-// Whether matmul_warpgroup, which copies rows of scales and shift in bulk, has to wait until they are where it can. Of
-// few tokens others are faster that need none of this.
+// Whether rows of scales or shift are all that keeps matmul_warpgroup, which copies them in bulk, from a product.
+bool has_odd_rows(const MatmulArgs& args) {
+  return !warpgroup::supports(args) && warpgroup::supports(aligned_rows::after(args));
+}
+// Whether it then waits until they are where it can. Few tokens do not, with few weights, or where matmul_resident,
+// which needs none of this, is there.
 bool aligns_rows(const MatmulArgs& args) {
-  const bool few = args.m <= costs::kStreamTokens && args.x_dtype != DType::kF32;
-  if (few || warpgroup::supports(args) || aligned_rows::bytes(args) > args.scratch_bytes) return false;
-  return warpgroup::supports(aligned_rows::after(args));
+  const int64_t weights = args.batch * args.n * args.k * args.bits / 8;
+  const bool few = args.m <= costs::kStreamTokens && (weights < costs::kDecodeWeights || resident::supports(args));
+  return !few && aligned_rows::bytes(args) <= args.scratch_bytes;
 }
 
 }  // namespace
@@ -150,7 +154,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const bool small_groups = has_small_groups(args);
   const bool splits = args.x_dtype == DType::kF32;
-  const bool aligns = device.architecture == 90 && aligns_rows(args);
+  const bool odd_rows = device.architecture == 90 && has_odd_rows(args), aligns = odd_rows && aligns_rows(args);
   const MatmulArgs aligned = aligns ? aligned_rows::after(args) : args;  // what matmul_warpgroup takes
   bool by_warpgroups = warpgroup::supports(aligned);
   const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
@@ -165,15 +169,13 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   if (aligns) {
     us += costs::kAlignedRowsStart + static_cast<float>(aligned_rows::bytes(args)) / costs::kAlignedRowsBytes;
   }
-  if ((splits || aligns) && args.m <= kStreamPass && us >= stream_us(args, device)) {
-    by_warpgroups = false;
-    if (aligns) us = stream_us(args, device);
-  }
+  if (splits && !aligns && args.m <= kStreamPass && us >= stream_us(args, device)) by_warpgroups = false;
   if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
     const float resident_us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
-    if (resident_us > 0.f && (streamed || splits || resident_us < us))
+    // Streaming odd rows takes longer than estimated.
+    if (resident_us > 0.f && (streamed || splits || (odd_rows && !aligns) || resident_us < us))
       return resident::launch(args, config, shared_bytes, stream);
   }
   if (!streamed) {
