@@ -727,9 +727,9 @@ def whole_inputs(p: Product) -> Product:
 
 def whole_outputs(p: Product) -> Product:
     """A transposed product with cotangents and scales of whole eights of outputs, in which its kernels, and XLA's, read
-    them. Of few rows and outputs the kernel that streams takes any.
+    them. Of few rows and outputs the kernel that streams takes any, but for tables.
     """
-    few = isinstance(p.m, int) and p.m <= STREAM_TOKENS and p.n < _COPIED_OUTPUTS
+    few = isinstance(p.m, int) and p.m <= STREAM_TOKENS and p.n < _COPIED_OUTPUTS and not p.table
     return p if few else p._replace(n=-(-p.n // WHOLE) * WHOLE)
 
 

@@ -70,7 +70,7 @@ struct Params {
   int outputs, k_tiles;
   int log2_group_blocks;  // group size = 32 << this
   void* y;                // as args.y, near the others
-  bool plain_results;     // of the activations' type, pairs of neighbours aligned
+  bool plain_results;     // of the activations' type
   bool changes_sums;      // by a bias or an activation function
   int step_scales;        // from those of a stage of a warpgroup to those of its next
   int scale_bytes;
@@ -603,13 +603,19 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         // those of odd g have of the even one.
         const bool odd = g % 2 == 1;
         const int token = first_token + 2 * t + odd, n = atom_n + (g & ~1);
-        X* const y = static_cast<X*>(params.y) + (batch * args.m + token) * params.outputs + n;
+        uint16_t* const y = static_cast<uint16_t*>(params.y) + (batch * args.m + token) * params.outputs + n;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float mine_of_pair = odd ? sum[2 * half + 1] : sum[2 * half];
           const float theirs = __shfl_xor_sync(0xffffffffu, odd ? sum[2 * half] : sum[2 * half + 1], 4);
           const uint32_t pair = odd ? from_float2<X>(theirs, mine_of_pair) : from_float2<X>(mine_of_pair, theirs);
-          if (token < tokens && n + 8 * half < params.outputs) reinterpret_cast<uint32_t*>(y)[4 * half] = pair;
+          if (token >= tokens || n + 8 * half >= params.outputs) continue;
+          if (params.outputs % 2 == 0) {
+            reinterpret_cast<uint32_t*>(y)[4 * half] = pair;
+          } else {
+            y[8 * half] = static_cast<uint16_t>(pair);
+            if (n + 8 * half + 1 < params.outputs) y[8 * half + 1] = static_cast<uint16_t>(pair >> 16);
+          }
         }
       } else {
 #pragma unroll 1
@@ -651,7 +657,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   params.layout = layout(args, config, shared_bytes);
   while (1 << params.log2_cluster < config.cluster) ++params.log2_cluster;
   params.y = args.y;
-  params.plain_results = args.y_dtype == args.x_dtype && args.n % 2 == 0;
+  params.plain_results = args.y_dtype == args.x_dtype;
   params.changes_sums = args.has_bias || args.activation != Activation::kNone;
   params.outputs = static_cast<int>(args.n);
   params.k_tiles = static_cast<int>(args.k) / tile_k(kBits);

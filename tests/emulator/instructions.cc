@@ -1102,6 +1102,8 @@ void add_others(std::map<std::string, Opcode>& all) {
   });
   add_insertion<uint32_t>(all, "bfi.b32");
   add_insertion<uint64_t>(all, "bfi.b64");
+  all["shf.r.wrap.b32"] = arithmetic<uint32_t, uint32_t, uint32_t, uint32_t>(
+      [](uint32_t a, uint32_t b, uint32_t by) { return static_cast<uint32_t>((uint64_t{b} << 32 | a) >> (by & 31)); });
   all["prmt.b32"] = arithmetic<uint32_t, uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b, uint32_t selector) {
     const uint64_t bytes = a | uint64_t{b} << 32;
     uint32_t found = 0;

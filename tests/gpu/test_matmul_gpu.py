@@ -85,13 +85,13 @@ def test_float32_in_pieces(rng, bits, mode, group_size):
 @pytest.mark.parametrize("x_dtype", DTYPES)
 @pytest.mark.parametrize("mode", [*MODES, "table"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_any_number_of_outputs(rng, bits, mode, x_dtype):
-    """Rows of results and of scales that begin anywhere, of every kernel for more than a few tokens: with the last 64
-    outputs in any number, splits of the inputs, several weights, and what is done after the sums."""
+def test_any_number_of_inputs_and_outputs(rng, bits, mode, x_dtype):
+    """Rows of activations, scales and results that begin anywhere, of every kernel for more than a few tokens: with the
+    last 64 outputs in any number, splits of the inputs, several weights, and what is done after the sums."""
     if mode == "table" and bits == 8:
         pytest.skip("tables have four bits")
     seen = set()
-    for group_size, k in ((128, 1152), (32, 1120), (64, 2112), (None, 1000), (256, 4096)):
+    for group_size, k in ((128, 1152), (32, 1120), (64, 2112), (None, 1000), (None, 777), (256, 4096)):
         n = int(rng.choice([9, 17, 68, 100, 129, 137, 250, 1001, 1018, 1287, 4100]))
         lead = () if rng.random() < 0.7 else (3,)
         scale_dtype = x_dtype if rng.random() < 0.7 else "float32"
