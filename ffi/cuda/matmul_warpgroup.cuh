@@ -135,7 +135,7 @@ struct Shape {
       has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
   static constexpr bool kPairs =
       has_pairs(kTokens, kWarpgroups, kBits, kFlushes > 1) && kRounded && !Source::kWindows && kArrivals == 1;
-  // After those of outputs one warpgroup produces; more add activations up, in turns.
+  // After those of outputs one warpgroup produces; more add activations up, each in slots of its own.
   static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
   static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
@@ -783,9 +783,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const int64_t n = min(static_cast<int64_t>(n0 + output), args.n - 1);
         scale = load_element(scales, n, args.scale_dtype), shift = load_element(shifts, n, args.shift_dtype);
       }
+      // Two share the slots out, not the stages: of a slot each must see every phase. If its visits were two phases
+      // apart, as with an odd number of slots, it would take the one before the last for that which it waits for, where
+      // stages come late and not in order.
       const int turn = producer / 4 - 1;
       for (int index = 0; index < stage_count; ++index, at.advance()) {
-        if (S::kSumWarpgroups == 2 && index % 2 != turn) continue;
+        if (S::kSumWarpgroups == 2 && at.slot % 2 != turn) continue;
         uint8_t* data = ring + at.slot * S::kStageBytes;
         ptx::barrier_wait(full + at.slot, at.phase);
         float sum[S::kSumBlocks][4];

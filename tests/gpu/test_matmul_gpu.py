@@ -181,18 +181,32 @@ def test_shared_inputs(rng, bits, n, m):
         assert_product(y, x, weight, bias=bias, activation="relu", out_dtype="float32", rounded_weights=True)
 
 
-@pytest.mark.parametrize(
-    ("bits", "m", "n", "lead"), [(4, 60, 1001, (3,)), (4, 96, 2049, ()), (8, 24, 1001, (3,)), (8, 120, 2049, ())]
-)
-@pytest.mark.parametrize(("mode", "x_dtype"), [("symmetric", "bfloat16"), ("offsets", "float16")])
-def test_few_tokens_share_inputs(rng, mode, x_dtype, bits, m, n, lead):
-    """Rows of scales that no kernel for few tokens takes: in tiles that have more rows than there are tokens."""
-    weight = random_weight(rng, 4096, n, bits=bits, group_size=128, mode=mode, scale_dtype=x_dtype, lead=lead)
+@pytest.mark.parametrize(("m", "n", "lead"), [(60, 1001, (3,)), (96, 2049, ()), (24, 1001, (3,)), (120, 2049, ())])
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+def test_few_tokens_share_inputs(rng, x_dtype, m, n, lead):
+    """Weights that no kernel for few tokens takes, with a table: in tiles that have more rows than there are tokens."""
+    weight = random_weight(rng, 4096, n, group_size=128, mode="table", scale_dtype=x_dtype, lead=lead)
     x = random_x(rng, (*lead, m, 4096), x_dtype)
     assert jw.explain(x, weight.qt, platform="cuda", implementation="cuda").kernel == "matmul_tiled"
     product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
     y = product(x, weight.qt)
     assert_product(y, x, weight, rounded_weights=True)
+    np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (y, product(x, weight.qt))))
+
+
+@pytest.mark.parametrize("m", [40, 60, 100])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_of_many_inputs(rng, bits, group_size, m):
+    """Activations that two warpgroups add up for offsets in float32, of more stages than their ring has slots twice
+    over: one that took a slot's phase for another read what was not there yet, or waited for ever.
+    """
+    weight = random_weight(rng, 6400, 72, bits=bits, group_size=group_size, mode="offsets", scale_dtype="float32")
+    x = random_x(rng, (m, 6400), "bfloat16")
+    assert jw.explain(x, weight.qt, platform="cuda", implementation="cuda").kernel == "matmul_warpgroup"
+    product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
+    y = product(x, weight.qt)
+    assert_product(y, x, weight)
     np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (y, product(x, weight.qt))))
 
 

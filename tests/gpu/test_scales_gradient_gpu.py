@@ -165,10 +165,10 @@ def test_tables_and_float32(rng, mode, dtype):
 
 
 def test_other_operands(rng):
-    """Rows that are not aligned have the same gradient, and so have cotangents of another type."""
+    """Rows of odd numbers have the same gradient, and so have cotangents of another type."""
     weight = random_weight(rng, 36, 77, mode="integer_zeros")
     x, dy = random_x(rng, (37, 36), "bfloat16"), random_x(rng, (37, 77), "bfloat16")
-    assert not runs_kernel(of_product, x, weight.qt, dy)
+    assert runs_kernel(of_product, x, weight.qt, dy)
     assert_scales_gradient(of_product(x, weight.qt, dy), x, dy, weight)
     weight = random_weight(rng, 128, 72, group_size=32)
     x, dy = random_x(rng, (37, 128), "bfloat16"), random_x(rng, (37, 72))
