@@ -31,6 +31,7 @@ _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner 
 _TILE_OUTPUTS = 256  # of the tiled kernel
 WHOLE = 8  # inputs or outputs that kernels read at once, 16 bytes
 _COPIED_OUTPUTS = 3000  # from which few rows of cotangents are worth copying so that they can (log, 140)
+_COPY_START = 1.5  # microseconds of such a copy, besides its bytes
 _DENSE_ODD = 1.6  # how much longer XLA's product takes at least whose outputs are no whole eights
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _FEW_WAVES = 2  # of a streaming kernel's CTAs, which overlap
@@ -716,13 +717,20 @@ def rounds_transposed_scales(p: Product) -> bool:
     return transposed_kernel(p) == "matmul_transposed_warpgroup"
 
 
-def whole_inputs(p: Product) -> Product:
+def whole_inputs(p: Product, *, forced: bool = False) -> Product:
     """A product with activations that have zeros behind, up to what its packed tiles have anyway: where rows of them
-    are no multiple of 16 bytes, which no kernel for more than a few tokens takes.
+    are no multiple of 16 bytes, which no kernel for more than a few tokens takes, and copying them is expected to be
+    faster than dequantizing, or fused kernels are ``forced``.
     """
     tile = tile_k(p.bits)
-    few = isinstance(p.m, int) and p.m <= _DECODE.tokens
-    return p if few or p.k % WHOLE == 0 else p._replace(k=-(-p.k // tile) * tile)
+    whole = p._replace(k=-(-p.k // tile) * tile)
+    if p.k % WHOLE == 0 or (isinstance(p.m, int) and p.m <= _DECODE.tokens):
+        return p
+    if forced or not isinstance(p.m, int) or p.m <= STREAM_TOKENS:
+        return whole
+    copied = p.batch * p.m * (p.k + whole.k) * jnp.dtype(p.x_dtype).itemsize
+    (fused, _), (_, dense) = estimate(whole), estimate(p)
+    return whole if fused + _COPY_START + copied / _MEMORY <= dense else p
 
 
 def whole_outputs(p: Product) -> Product:

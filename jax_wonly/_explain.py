@@ -251,7 +251,7 @@ def explain(
         kernel = _cuda_experts.transposed_kernel(product)
     elif platform == "cuda" and not (experts or transpose) and _cuda_dispatch.has_kernels(x.dtype):
         if activation_quantization is None:
-            product = _cuda_dispatch.whole_inputs(product)
+            product = _cuda_dispatch.whole_inputs(product, forced=implementation == "cuda")
         kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
         if _abi.MATMUL in targets:
             apart = _cuda_dispatch.shift_apart(product)

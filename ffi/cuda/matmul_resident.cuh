@@ -591,31 +591,26 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         for (int j = 0; j < 4; ++j) sum[j] += bias[j / 2];
         apply<!S::kSplit>(args.activation, sum);
       }
-      if (plain && S::kSplit) {
+      if (plain && (S::kSplit || params.outputs % 2 != 0)) {
+        using Y = std::conditional_t<S::kSplit, float, X>;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int token = token_of(j), n = atom_n + g + j / 2 * 8;
-          float* const y = static_cast<float*>(params.y) + (batch * args.m + token) * params.outputs + n;
-          if (token < tokens && n < params.outputs) *y = sum[j];
+          Y* const y = static_cast<Y*>(params.y) + (batch * args.m + token) * params.outputs + n;
+          if (token < tokens && n < params.outputs) *y = from_float<Y>(sum[j]);
         }
       } else if (plain) {
         // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what
         // those of odd g have of the even one.
         const bool odd = g % 2 == 1;
         const int token = first_token + 2 * t + odd, n = atom_n + (g & ~1);
-        uint16_t* const y = static_cast<uint16_t*>(params.y) + (batch * args.m + token) * params.outputs + n;
+        X* const y = static_cast<X*>(params.y) + (batch * args.m + token) * params.outputs + n;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float mine_of_pair = odd ? sum[2 * half + 1] : sum[2 * half];
           const float theirs = __shfl_xor_sync(0xffffffffu, odd ? sum[2 * half] : sum[2 * half + 1], 4);
           const uint32_t pair = odd ? from_float2<X>(theirs, mine_of_pair) : from_float2<X>(mine_of_pair, theirs);
-          if (token >= tokens || n + 8 * half >= params.outputs) continue;
-          if (params.outputs % 2 == 0) {
-            reinterpret_cast<uint32_t*>(y)[4 * half] = pair;
-          } else {
-            y[8 * half] = static_cast<uint16_t>(pair);
-            if (n + 8 * half + 1 < params.outputs) y[8 * half + 1] = static_cast<uint16_t>(pair >> 16);
-          }
+          if (token < tokens && n + 8 * half < params.outputs) reinterpret_cast<uint32_t*>(y)[4 * half] = pair;
         }
       } else {
 #pragma unroll 1

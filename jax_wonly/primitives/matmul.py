@@ -239,7 +239,7 @@ def _whole_inputs(x, qw, scales, rest, p: Params):
 
     shift, _ = split_rest(rest, p.shift_mode)
     product = _product(x, scales, shift, p.shift_mode, _result_shape(x, qw, scales, *rest, p=p)[0], p)
-    k = _cuda_dispatch.whole_inputs(product).k
+    k = _cuda_dispatch.whole_inputs(product, forced=p.implementation == "cuda").k
     return pad_last(x, k), p._replace(k=k)
 
 
