@@ -32,7 +32,7 @@ _TILE_OUTPUTS = 256  # of the tiled kernel
 WHOLE = 8  # inputs or outputs that kernels read at once, 16 bytes
 _COPIED_OUTPUTS = 3000  # from which few rows of cotangents are worth copying so that they can (log, 140)
 _COPY_START = 1.5  # microseconds of such a copy, besides its bytes
-_DENSE_ODD = 1.6  # how much longer XLA's product takes at least whose outputs are no whole eights
+_DENSE_ODD = 1.6  # how much longer XLA's product takes at least whose inputs or outputs are no whole eights
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _FEW_WAVES = 2  # of a streaming kernel's CTAs, which overlap
 _MOST_SHARED = 96 << 10  # bytes of shared memory that the weights of a depthwise convolution may take
@@ -478,7 +478,7 @@ def estimate(p: Product) -> tuple[float, float]:
     operations = 2.0 * p.outputs * p.k  # of one token
     dense_bytes = p.weight_bytes + p.outputs * p.k * jnp.dtype(p.x_dtype).itemsize
     rate = _DENSE_FLOAT32 if p.split else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
-    rate /= _DENSE_ODD if p.n % WHOLE else 1.0
+    rate /= _DENSE_ODD if p.n % WHOLE or p.k % WHOLE else 1.0
     dense = p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
     dense += _DENSE_START + dense_bytes / _MEMORY
     aligned = _aligned(p)
