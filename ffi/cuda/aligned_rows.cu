@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "cuda/aligned_rows.h"
+#include "cuda/bytes_from.cuh"
 #include "cuda/launch.h"
 #include "layout.h"
 
@@ -44,21 +45,14 @@ Part shift(const MatmulArgs& args) {
 
 // 16 bytes from any address of an array that ends at `end`, and zeros where `left` are there.
 __device__ uint4 load_any(const uint8_t* from, int left, const uint8_t* begin, const uint8_t* end) {
-  const int offset = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
+  const auto offset = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % 16);
   const uint8_t* const before = from - offset;
-  uint32_t words[8] = {};
+  uint32_t words[4] = {};
   if (before >= begin && before + 32 <= end) {
     const uint4 low = __ldg(reinterpret_cast<const uint4*>(before)),
                 high = __ldg(reinterpret_cast<const uint4*>(before) + 1);
-    const uint32_t both[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = both[i];
-#pragma unroll
-    for (int i = 0; i < 6; ++i) words[i] = offset & 8 ? words[i + 2] : words[i];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = offset & 4 ? words[i + 1] : words[i];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], offset % 4 * 8);
+    const uint4 both = bytes_from(low, high, offset);
+    words[0] = both.x, words[1] = both.y, words[2] = both.z, words[3] = both.w;
   } else {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {

@@ -3,6 +3,7 @@
 // outputs each multiply them.
 #pragma once
 
+#include "cuda/bytes_from.cuh"
 #include "cuda/element.cuh"
 #include "cuda/epilogue.cuh"
 #include "cuda/matmul.h"
@@ -125,15 +126,8 @@ struct AnyRow {
     end = reinterpret_cast<const uint16_t*>(from + ((chunk < before() ? 0 : 7) ^ order))[chunk];
   }
   __device__ __forceinline__ void store(uint32_t chunk, bool wanted) const {
-    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     const uint32_t shift = before();
-#pragma unroll
-    for (int i = 0; i < 6; ++i) words[i] = shift & 4 ? words[i + 2] : words[i];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = shift & 2 ? words[i + 1] : words[i];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], shift % 2 * 16);
-    ptx::store_in_row(to + shift + chunk * 8, 0, 0, {words[0], words[1], words[2], words[3]},
+    ptx::store_in_row(to + shift + chunk * 8, 0, 0, bytes_from(low, high, shift * sizeof(*to)),
                       wanted && (chunk < 7 || shift == 0));
     if (wanted && shift > 0) to[(chunk < shift ? 0 : 56) + chunk] = end;
   }
