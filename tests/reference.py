@@ -186,6 +186,13 @@ def rounding(exact: np.ndarray, dtype) -> np.ndarray:
     return np.maximum(1.01 * UNITS[str(dtype)] * np.abs(exact), smallest / 2)
 
 
+def alike(bits: int, group_size: int) -> float:
+    """How much more than a random walk roundings of weights add up to: those of a group and code are the same, and the
+    mean of ``random_x`` is 0.3.
+    """
+    return np.sqrt(1 + 0.3**2 * group_size / 2 / 2**bits)
+
+
 def assert_product(
     y, x, weight: Weight, *, bias=None, activation=None, out_dtype=None, rounded_weights=False, cut_off=False
 ):
@@ -205,7 +212,8 @@ def assert_product(
     exact = x64 @ weight.dense
     bound = 2.0 ** (-20 if cut_off else -21) * max(1.0, np.sqrt(k) / 8) * (np.abs(x64) @ weight.magnitude)
     if rounded_weights and str(x.dtype) != "float32":
-        bound = bound + 8 * UNITS[str(x.dtype)] * np.sqrt((x64**2) @ (weight.dense**2))
+        roundings = UNITS[str(x.dtype)] * np.sqrt((x64**2) @ (weight.dense**2))
+        bound = bound + 8 * alike(weight.qt.bits, k // weight.qt.scales.shape[-2]) * roundings
     if bias is not None:
         b = np.asarray(bias).astype(np.float64)[..., None, :]
         exact, bound = exact + b, bound + 2.0**-23 * np.abs(b)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matmul_cases import rounds_weights
-from reference import DTYPES, MODES, UNITS, random_weight, random_x, repeated, rounding
+from reference import DTYPES, MODES, UNITS, alike, random_weight, random_x, repeated, rounding
 
 import jax_wonly as jw
 
@@ -45,13 +45,6 @@ def assert_close(y, exact, terms, roundings, inputs: int) -> None:
     assert worst <= 1, f"error is {worst:.3g} times the bound"
 
 
-def alike(scheme: dict, inputs: int) -> float:
-    """How much more than a random walk roundings of weights add up to: those of a group and code are the same, and the
-    activations' mean is 0.3.
-    """
-    return np.sqrt(1 + 0.3**2 * (scheme["group_size"] or inputs) / 2 ** scheme["bits"])
-
-
 def all_columns(a: np.ndarray, n: int) -> np.ndarray:
     return np.tile(a, -(-n // PERIOD))[..., :n]
 
@@ -74,7 +67,7 @@ def test_product(rng, draw):
     y, x64 = product(x, qt), np.asarray(x).astype(np.float64)
     roundings = np.zeros((m, PERIOD))
     if rounds_weights("cuda", x, qt) and x_dtype != "float32":
-        roundings = UNITS[x_dtype] * alike(scheme, k) * np.sqrt(x64**2 @ few.dense**2)
+        roundings = UNITS[x_dtype] * alike(scheme["bits"], scheme["group_size"] or k) * np.sqrt(x64**2 @ few.dense**2)
     exact, terms = x64 @ few.dense, np.abs(x64) @ few.magnitude
     assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
     np.testing.assert_array_equal(np.asarray(product(x, qt)), np.asarray(y))
@@ -117,5 +110,5 @@ def test_experts(rng, draw):
         mine, dense = x64[begin:end], few.dense[expert]
         if end > begin:
             exact, terms = mine @ dense, np.abs(mine) @ few.magnitude[expert]
-            roundings = unit * alike(scheme, k) * np.sqrt(mine**2 @ dense**2)
+            roundings = unit * alike(scheme["bits"], scheme["group_size"] or k) * np.sqrt(mine**2 @ dense**2)
             assert_close(y[begin:end], all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
