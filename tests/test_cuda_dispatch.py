@@ -148,7 +148,9 @@ def test_many_tokens(warpgroups):
         assert choose(m) == warpgroups
         assert choose(m, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == warpgroups
         assert choose(m, mode=ShiftMode.ZEROS, shift=jnp.uint8) == warpgroups
-        assert not choose(m, n=8196, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16)
+    # XLA's product takes longer of numbers that are no whole eights.
+    other = {"x": jnp.float16, "mode": ShiftMode.OFFSETS, "shift": jnp.bfloat16}
+    assert not choose(8192, **other) and choose(512, n=8196, **other) == warpgroups
     # Scales of another type are no matter to the kernel for fewer.
     assert choose(128, x=jnp.float16, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == warpgroups
 
@@ -219,8 +221,8 @@ def test_few_outputs_of_many_tokens(monkeypatch, warpgroups):
     assert _cuda_dispatch._stream(product._replace(m=4096)) > 10 * one_wave
     wide = product._replace(n=28672, m=256)
     assert _cuda_dispatch._stream(wide) == _cuda_dispatch._streamed(wide)  # bytes take longer
-    assert _cuda_dispatch.use_kernel(product) and not _cuda_dispatch.use_kernel(product._replace(m=4096))
-    assert _cuda_dispatch.kernel(product._replace(m=1024)) == ("matmul_tiled" if warpgroups else "matmul_stream")
+    assert _cuda_dispatch.use_kernel(product) and _cuda_dispatch.use_kernel(product._replace(m=4096)) == warpgroups
+    assert _cuda_dispatch.kernel(product._replace(m=1024)) == ("matmul_warpgroup" if warpgroups else "matmul_stream")
 
 
 @pytest.mark.parametrize("x", [jnp.float16, jnp.bfloat16, jnp.float32])
@@ -263,7 +265,10 @@ def test_float32(monkeypatch, warpgroups):
         assert not _cuda_dispatch.rounds_weights(product)
         words = scratch(m, k, n, batch, bits, jnp.float32, *types, group_size=group_size)
         rows = m if batch > 1 else min(m, 512)
-        assert words == (batch * rows * (k + 1) if name == "matmul_warpgroup" else 0)
+        sizes = [jnp.dtype(dtype).itemsize for dtype in (scales, shift) if dtype is not None]
+        odd = k > group_size and any(n * size % 16 for size in sizes)  # rows of scales and zeros that are copied first
+        copied = _abi.aligned_rows_scratch(batch * k // group_size, -(-n // 16) * 16, sizes) if odd else 0
+        assert words == (batch * rows * (k + 1) + copied if name == "matmul_warpgroup" else 0)
         return name
 
     split = "matmul_warpgroup" if warpgroups else "matmul_stream"
@@ -276,7 +281,7 @@ def test_float32(monkeypatch, warpgroups):
     assert kernel(40, n=8204) == kernel(40, n=8208, group_size=32) == split
     for shift in (ShiftMode.ZEROS, jnp.float32), (ShiftMode.OFFSETS, jnp.float32):
         assert kernel(40, mode=shift[0], shift=shift[1]) == "matmul_stream"
-    assert kernel(40, n=8202) == kernel(40, n=8200, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_stream"
+    assert kernel(40, n=8202) == kernel(40, n=8200, mode=ShiftMode.ZEROS, shift=jnp.uint8) == split
     if warpgroups:  # two products of 16-bit numbers take less than one of float32
         for m in (17, 1024, 8192):
             fused, dense = _cuda_dispatch.estimate(Product(m, 8192, 8192, 1, 4, jnp.float32, jnp.float32, groups=64))
@@ -293,7 +298,8 @@ def test_float_shifts_of_float32(warpgroups):
         assert apart(product(100)) == apart(product(8192, mode=ShiftMode.ZEROS)) == warpgroups
         assert not apart(product(1)) and not apart(product(2, 4096, 4096, groups=32))
         assert not apart(product(100, mode=ShiftMode.NONE, shift=None)) and not apart(product(100, x=jnp.bfloat16))
-        assert not apart(product(100, mode=ShiftMode.ZEROS, shift=jnp.uint8)) and not apart(product(100, n=8194))
+        assert not apart(product(100, mode=ShiftMode.ZEROS, shift=jnp.uint8))
+    assert _cuda_dispatch.shift_apart(product(100, n=8194)) == warpgroups
     assert not any(_cuda_dispatch.shift_apart(product(m, 1024, 1024, groups=8)) for m in (4, 16, 20))
     assert _cuda_dispatch.shift_apart(product(8)) == _cuda_dispatch.shift_apart(product(16)) == warpgroups
     assert not _cuda_dispatch.transposed_shift_apart(product(16))
