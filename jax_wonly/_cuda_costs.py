@@ -122,6 +122,8 @@ class Stream(NamedTuple):
     float32: float  # the same for float32 activations
     few_float32: float  # and for those of one tile
     small_groups_float32: float  # what is left of either with groups of 32 and 64
+    shifted_float32: list  # with float zeros or offsets: up to so many tokens, and the bytes
+    small_groups_shifted_float32: float  # what is left of those
     wave: float  # of CTAs, where several passes over few outputs make more than one
 
 
@@ -384,7 +386,10 @@ def stream_waves(m: int, n: int, batch: int, table: bool, newest: bool, multipro
 def stream_time(m: int, weights: float, scheme: Scheme, costs: Stream) -> float:
     """Of ``matmul_stream``, for so many bytes of codes."""
     rate = costs.bytes
-    if scheme.split:
+    if scheme.split and scheme.floats:
+        rate = next((rate for tokens, rate in costs.shifted_float32 if m <= tokens), costs.shifted_float32[-1][1])
+        rate *= costs.small_groups_shifted_float32 if scheme.ends > 1 else 1.0
+    elif scheme.split:
         rate = costs.few_float32 if m <= costs.tokens else costs.float32
         rate *= costs.small_groups_float32 if scheme.ends > 1 else 1.0
     return costs.start + -(-m // PASS_TOKENS) * weights / rate

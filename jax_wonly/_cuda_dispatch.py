@@ -20,10 +20,6 @@ _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
 _DENSE_START = 6.0  # microseconds of both kernels besides: 5.4 to 10.6 for less than 3 million weights (log, 131)
-# Microseconds of the kernels for float32's float zeros and offsets, besides their work, of one pass and of more. Bytes
-# of weights that streaming them takes in one for up to so many tokens, and what is left of those in small groups.
-_SHIFT_APART_FEW, _SHIFT_APART = 7.0, 12.0
-_STREAMED_SHIFT, _STREAMED_SHIFT_SMALL_GROUPS = {4: 1.85e6, 8: 1.03e6, 16: 0.8e6}, 0.55
 _STREAMED_TABLE = 0.57e6  # the same bytes of float32 activations and weights with a table, for 16 tokens
 _STREAMED_ROWS = 32  # of float32 cotangents at a time
 _ROWS_OF_PART = 256  # of the gradient of scales, at least: its kernel's start and end take as long
@@ -242,7 +238,8 @@ def scratch(p: Product, x_batch: int) -> int:
     """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
     if (p.split or _aligns(p)) and kernel(p) == "matmul_warpgroup":
         # For pieces of x, or what teams leave each other.
-        rest = _abi.split_scratch(x_batch, p.m, p.k, p.batch) if p.split else _team_scratch(p)
+        sums = -(-p.k // 128) * p.scheme.ends if p.floats else 0
+        rest = _abi.split_scratch(x_batch, p.m, p.k, p.batch, sums) if p.split else _team_scratch(p)
         return rest + (_aligned_scratch(p) if _aligns(p) else 0)
     if p.split:
         return 0
@@ -292,7 +289,7 @@ def warpgroup_kernel(p: Product) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     rows = all(p.row * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in p.parameter_types)
     aligned = p.k % 8 == 0 and (p.groups <= 1 or rows)
-    return has_warpgroups() and aligned and not (p.table or (p.split and p.floats))
+    return has_warpgroups() and aligned and not p.table
 
 
 def _aligned_row(p: Product) -> int:
@@ -387,10 +384,6 @@ def _streamed(p: Product) -> float:
     passes = -(-p.m // STREAM_TOKENS)
     if p.table and p.split:
         return _STREAM.start + passes * p.weight_bytes / _STREAMED_TABLE
-    if p.floats and p.split:
-        rate = next((rate for tokens, rate in _STREAMED_SHIFT.items() if p.m <= tokens), _STREAMED_SHIFT[STREAM_TOKENS])
-        rate *= _STREAMED_SHIFT_SMALL_GROUPS if p.small_groups else 1.0
-        return _STREAM.start + passes * p.weight_bytes / rate
     return _cuda_costs.stream_time(p.m, p.weight_bytes, p.scheme, _STREAM)
 
 
@@ -489,32 +482,13 @@ def estimate(p: Product) -> tuple[float, float]:
         fused = min(fused, _tiled(p))
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         fused = min(fused, _mma(p))
-    return min(fused, _shift_apart(p)), dense
-
-
-def _shift_apart(p: Product) -> float:
-    plain = p.without_shift()
-    few = p.m <= STREAM_TOKENS
-    if p.table or not (p.split and p.floats and _aligned(plain)) or (few and kernel(p) != "matmul_stream"):
-        return math.inf
-    fused = _warpgroup(plain)
-    if _resident_kernel(plain):
-        fused = min(fused, _resident(plain))
-    # What is left of shifts, made and read, the sums of activations, and what adds the product of both.
-    bytes_besides = 12 * p.groups * p.outputs + 4 * p.batch * p.m * (p.k + 3 * p.n)
-    besides = bytes_besides / _MEMORY + (_SHIFT_APART_FEW if few else _SHIFT_APART)
-    return fused + besides + 2.0 * p.m * p.groups * p.outputs / _DENSE_FLOAT32
-
-
-def shift_apart(p: Product) -> bool:
-    """Whether float zeros or offsets meet float32 activations in a dense product of their own: with the sums of each
-    group's. A kernel for many tokens has no room for them then.
-    """
-    return isinstance(p.m, int) and _shift_apart(p) < _stream(p)
+    return fused, dense
 
 
 def transposed_shift_apart(p: Product) -> bool:
-    """The same of float32 cotangents, which they meet in what is added to all inputs of a group."""
+    """Whether float zeros or offsets meet float32 cotangents in a dense product of their own, which is added to all
+    inputs of a group.
+    """
     passes = 1 if p.weight_bytes >= _APART_BYTES else 2
     if not (p.split and p.floats and isinstance(p.m, int) and p.m > passes * _STREAMED_ROWS):
         return False

@@ -254,8 +254,7 @@ def explain(
             product = _cuda_dispatch.whole_inputs(product, forced=implementation == "cuda")
         kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
         if _abi.MATMUL in targets:
-            apart = _cuda_dispatch.shift_apart(product)
-            kernel = _cuda_dispatch.kernel(product.without_shift() if apart else product)
+            kernel = _cuda_dispatch.kernel(product)
             rounds = _cuda_dispatch.rounds_weights(product)
         elif _abi.QUANTIZED_MATMUL in targets:
             kernel = "quantized_matmul"

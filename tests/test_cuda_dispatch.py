@@ -268,7 +268,9 @@ def test_float32(monkeypatch, warpgroups):
         sizes = [jnp.dtype(dtype).itemsize for dtype in (scales, shift) if dtype is not None]
         odd = k > group_size and any(n * size % 16 for size in sizes)  # rows of scales and zeros that are copied first
         copied = _abi.aligned_rows_scratch(batch * k // group_size, -(-n // 16) * 16, sizes) if odd else 0
-        assert words == (batch * rows * (k + 1) + copied if name == "matmul_warpgroup" else 0)
+        sums = -(-k // 128) * max(1, 128 // group_size) if shift == jnp.float32 else 0
+        pieces = batch * (rows * (k + 1 + sums) + (3 * (sums + 1) if sums else 0))
+        assert words == (pieces + copied if name == "matmul_warpgroup" else 0)
         return name
 
     split = "matmul_warpgroup" if warpgroups else "matmul_stream"
@@ -279,8 +281,10 @@ def test_float32(monkeypatch, warpgroups):
     assert kernel(17, 384, 1536) == kernel(17, 384, 1536, batch=3) == kernel(8, batch=2, bits=8) == split
     assert kernel(40, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=8208) == kernel(40, scales=jnp.bfloat16) == split
     assert kernel(40, n=8204) == kernel(40, n=8208, group_size=32) == split
-    for shift in (ShiftMode.ZEROS, jnp.float32), (ShiftMode.OFFSETS, jnp.float32):
-        assert kernel(40, mode=shift[0], shift=shift[1]) == "matmul_stream"
+    for mode in ShiftMode.ZEROS, ShiftMode.OFFSETS:
+        for m, n, batch, group_size in (9, 8192, 1, 32), (40, 8192, 1, 128), (600, 8194, 1, 64), (600, 8192, 3, 256):
+            assert kernel(m, n=n, batch=batch, group_size=group_size, mode=mode, shift=jnp.float32) == split
+        assert kernel(9, 384, 1536, mode=mode, shift=jnp.float32) == "matmul_stream"
     assert kernel(40, n=8202) == kernel(40, n=8200, mode=ShiftMode.ZEROS, shift=jnp.uint8) == split
     if warpgroups:  # two products of 16-bit numbers take less than one of float32
         for m in (17, 1024, 8192):
@@ -289,20 +293,16 @@ def test_float32(monkeypatch, warpgroups):
 
 
 def test_float_shifts_of_float32(warpgroups):
-    """Apart where the kernels without them are faster than streaming, by more than a product of sums takes."""
+    """Of products by the kernels that have integer ones, and of gradients apart where those are faster."""
 
     def product(m, size=8192, n=8192, x=jnp.float32, mode=ShiftMode.OFFSETS, shift=jnp.float32, groups=64):
         return Product(m, size, n, 1, 4, x, jnp.float32, mode, shift, groups=groups)
 
-    for apart in _cuda_dispatch.shift_apart, _cuda_dispatch.transposed_shift_apart:
-        assert apart(product(100)) == apart(product(8192, mode=ShiftMode.ZEROS)) == warpgroups
-        assert not apart(product(1)) and not apart(product(2, 4096, 4096, groups=32))
-        assert not apart(product(100, mode=ShiftMode.NONE, shift=None)) and not apart(product(100, x=jnp.bfloat16))
-        assert not apart(product(100, mode=ShiftMode.ZEROS, shift=jnp.uint8))
-    assert _cuda_dispatch.shift_apart(product(100, n=8194)) == warpgroups
-    assert not any(_cuda_dispatch.shift_apart(product(m, 1024, 1024, groups=8)) for m in (4, 16, 20))
-    assert _cuda_dispatch.shift_apart(product(8)) == _cuda_dispatch.shift_apart(product(16)) == warpgroups
-    assert not _cuda_dispatch.transposed_shift_apart(product(16))
+    apart = _cuda_dispatch.transposed_shift_apart
+    assert apart(product(100)) == apart(product(8192, mode=ShiftMode.ZEROS)) == warpgroups
+    assert not apart(product(1)) and not apart(product(2, 4096, 4096, groups=32)) and not apart(product(16))
+    assert not apart(product(100, mode=ShiftMode.NONE, shift=None)) and not apart(product(100, x=jnp.bfloat16))
+    assert not apart(product(100, mode=ShiftMode.ZEROS, shift=jnp.uint8))
     fused, dense = _cuda_dispatch.estimate(product(1024))
     assert (4 * fused < dense) == warpgroups
 

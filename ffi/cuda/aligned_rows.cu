@@ -43,7 +43,7 @@ Part shift(const MatmulArgs& args) {
   return part(args, args.shift, args.shift_dtype, args.shift_batch_stride, to);
 }
 
-// 16 bytes from any address of an array that ends at `end`, and zeros where `left` are there.
+// 16 bytes from any address of an array from `begin` to `end`, with zeros for all but the first `left`.
 __device__ uint4 load_any(const uint8_t* from, int left, const uint8_t* begin, const uint8_t* end) {
   const auto offset = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) % 16);
   const uint8_t* const before = from - offset;
@@ -84,9 +84,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-int64_t bytes(const MatmulArgs& args) {
-  return scales(args).bytes() + (has_rows_of_shift(args) ? shift(args).bytes() : 0);
-}
+int64_t bytes(const MatmulArgs& args) { return scales(args).bytes() + shift(args).bytes(); }
 
 MatmulArgs after(const MatmulArgs& args) {
   MatmulArgs copied = args;

@@ -59,6 +59,10 @@ def header() -> str:
             f"inline constexpr float kStreamFloat32 = {number(newer['stream']['float32'])};\n",
             f"inline constexpr float kStreamFewFloat32 = {number(newer['stream']['few_float32'])};\n",
             f"inline constexpr float kStreamSmallGroupsFloat32 = {number(newer['stream']['small_groups_float32'])};\n",
+            "struct StreamRate {\n  int64_t tokens;\n  float bytes;\n};\n",
+            array("StreamRate", "kStreamShiftedFloat32", newer["stream"]["shifted_float32"]),
+            "inline constexpr float kStreamSmallGroupsShiftedFloat32 = "
+            f"{number(newer['stream']['small_groups_shifted_float32'])};\n",
             f"inline constexpr float kStreamWave = {number(newer['stream']['wave'])};\n",
             "// Of scales, zeros and offsets that are copied first.\n"
             f"inline constexpr float kAlignedRowsStart = {number(newer['aligned_rows']['start'])};\n",

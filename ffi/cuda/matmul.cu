@@ -65,8 +65,16 @@ float stream_us(const MatmulArgs& args, const Device& device) {
   const int64_t passes = ceil_div(args.m, kStreamPass), bytes = passes * args.batch * args.n * args.k * args.bits / 8;
   float rate = costs::kStreamBytes, wave = costs::kStreamWave;
   if (args.x_dtype == DType::kF32) {
+    const bool small = has_small_groups(args);
     rate = args.m <= costs::kStreamTokens ? costs::kStreamFewFloat32 : costs::kStreamFloat32;
-    if (has_small_groups(args)) rate *= costs::kStreamSmallGroupsFloat32, wave /= costs::kStreamSmallGroupsFloat32;
+    if (small) rate *= costs::kStreamSmallGroupsFloat32, wave /= costs::kStreamSmallGroupsFloat32;
+    if (has_float_shift(args)) {
+      for (const costs::StreamRate& of : costs::kStreamShiftedFloat32) {
+        rate = of.bytes;
+        if (args.m <= of.tokens) break;
+      }
+      if (small) rate *= costs::kStreamSmallGroupsShiftedFloat32;
+    }
   }
   const float us = costs::kStreamStart + static_cast<float>(bytes) / rate;
   if (passes == 1) return us;
@@ -79,7 +87,7 @@ float stream_us(const MatmulArgs& args, const Device& device) {
 // Where matmul_resident takes a product too, which is faster but for one token and many outputs, or many weights.
 bool decode_is_slower(const MatmulArgs& args, const Device& device) {
   const int64_t outputs = args.batch * args.n, weights = outputs * args.k * args.bits / 8;
-  if (args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8) {
+  if (has_float_shift(args)) {
     // For few outputs two tokens of many inputs take long to prepare.
     const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
     return args.m > 1 && few && costs::kDecodePairs * outputs <= args.k;
@@ -157,9 +165,8 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const bool odd_rows = device.architecture == 90 && has_odd_rows(args), aligns = odd_rows && aligns_rows(args);
   const MatmulArgs aligned = aligns ? aligned_rows::after(args) : args;  // what matmul_warpgroup takes
   bool by_warpgroups = warpgroup::supports(aligned);
-  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
-  const bool always =
-      by_warpgroups && (small_groups || splits || warpgroup::is_plain(aligned) || (sums && resident::supports(args)));
+  const bool always = by_warpgroups && (small_groups || splits || warpgroup::is_plain(aligned) ||
+                                        (has_float_shift(args) && resident::supports(args)));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
   const warpgroup::Costs& of_warpgroups = splits ? costs::kSplitWarpgroup : costs::kWarpgroup;

@@ -46,6 +46,12 @@ WONLY_HOST_DEVICE bool has_small_groups(const MatmulArgs& args) {
   return log2 == 0 || log2 == 1;
 }
 
+// Zeros or offsets that are no bytes.
+WONLY_HOST_DEVICE bool has_float_shift(const MatmulArgs& args) {
+  const bool shifted = args.shift_mode == ShiftMode::kZeros || args.shift_mode == ShiftMode::kOffsets;
+  return shifted && args.shift_dtype != DType::kU8;
+}
+
 // Enqueues the product on `stream`. Neither allocates nor synchronises, so it can be captured into a CUDA graph.
 cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream);
 

@@ -11,11 +11,6 @@ namespace {
 constexpr int kRowBytes = 128;  // of activations, half a stage of a token
 constexpr int kMostPieces = 8;  // more would wait less for the first, and copy less at once
 
-// Float zeros and offsets.
-bool adds_activations(const MatmulArgs& args) {
-  return args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
-}
-
 }  // namespace
 
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
@@ -36,7 +31,7 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * stage_bytes;
   if (split) layout.sums_at += (columns - rows) * kRowBytes;
   layout.strips_at = layout.sums_at;
-  if (adds_activations(args)) layout.strips_at += layout.stages_each * kSumBytes;
+  if (has_float_shift(args)) layout.strips_at += layout.stages_each * kSumBytes;
   if (split) layout.strips_at += layout.stages_each * columns / 2 * static_cast<int>(sizeof(float));
   // A pass has a strip for each warp of a warpgroup, shared out among the cluster.
   const int pass_bytes = std::max(kPassAtoms, config.cluster) * kWarpgroups * strip_bytes;
@@ -54,18 +49,18 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
 
 bool supports(const MatmulArgs& args) {
   const bool split = args.x_dtype == DType::kF32;
-  const int tokens = split || adds_activations(args) ? 8 : kMaxTokens;
+  const int tokens = split || has_float_shift(args) ? 8 : kMaxTokens;
   if (args.bits != 4 || args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
   if (args.shift_mode == ShiftMode::kTable) return false;
-  if (!split && args.scale_dtype == args.x_dtype) return !adds_activations(args) || args.shift_dtype == args.x_dtype;
-  return !adds_activations(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
+  if (!split && args.scale_dtype == args.x_dtype) return !has_float_shift(args) || args.shift_dtype == args.x_dtype;
+  return !has_float_shift(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
   const bool split = args.x_dtype == DType::kF32;
   const Costs& costs = split ? costs::kSplitResident : costs::kResident;
   const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);
-  const bool small_groups = has_small_groups(args), sums = adds_activations(args);
+  const bool small_groups = has_small_groups(args), sums = has_float_shift(args);
   float stage = costs.stages;
   if (small_groups) stage += costs.groups;
   if (sums) stage += costs.sums;

@@ -5,13 +5,21 @@
 
 namespace wonly::warpgroup {
 
-constexpr int kSplitBytes = 4;    // of an activation in pieces, and of a token's power of two
+constexpr int kSplitBytes = 4;    // of an activation in pieces, of a token's power of two, and of a sum
 constexpr int kSplitTokens = 64;  // of the largest tile of such
 constexpr int kMostTokens = 216;  // of a tile
 
+int64_t sum_count(const MatmulArgs& args) {
+  if (!has_float_shift(args)) return 0;
+  const int log2 = log2_group_blocks(args);
+  return ceil_div(args.k, 128) * (log2 == 0 ? 4 : log2 == 1 ? 2 : 1);
+}
+
 int64_t split_rows(const MatmulArgs& args) {
   const bool each = args.x_batch_stride != 0;  // of the batch has its own
-  const int64_t room = args.scratch_bytes / (kSplitBytes * (args.k + 1)) / (each ? args.batch : 1);
+  const int64_t entry_bytes = args.scratch_bytes / (each ? args.batch : 1), sums = sum_count(args);
+  const int64_t rest = kSplitBytes * (kSumAlignment - 1) * (sums + 1);  // what alignment may take
+  const int64_t room = (entry_bytes - (sums > 0 ? rest : 0)) / (kSplitBytes * (args.k + 1 + sums));
   if (room >= args.m) return args.m;
   return args.batch > 1 ? 0 : room / kSplitTokens * kSplitTokens;
 }
@@ -24,7 +32,7 @@ bool supports(const MatmulArgs& args) {
   const bool aligned_shifts =
       args.groups == 1 || !shifted || args.parameter_row * element_size(args.shift_dtype) % 16 == 0;
   if (!aligned || !aligned_scales || !aligned_shifts || args.shift_mode == ShiftMode::kTable) return false;
-  return args.x_dtype != DType::kF32 || ((!shifted || args.shift_dtype == DType::kU8) && split_rows(args) > 0);
+  return args.x_dtype != DType::kF32 || split_rows(args) > 0;
 }
 
 bool is_plain(const MatmulArgs& args) {
@@ -50,7 +58,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const float stages = static_cast<float>(ceil_div(args.k, 128));
   const int log2 = log2_group_blocks(args);
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
-  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  const bool sums = has_float_shift(args);
   const bool any_shape = is_plain(args) || args.x_dtype == DType::kF32;
   const bool alike = args.x_dtype != DType::kF32 && (is_plain(args) || rounds(args, kMostTokens));
   const float reading =

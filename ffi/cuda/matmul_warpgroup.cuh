@@ -14,7 +14,7 @@
 // Zeros that are no integers, and offsets, of another type than the activations multiply the sum of the group's
 // activations instead. Another warpgroup, or two, make those sums, a narrow product of the activations by ones, and
 // what multiplies them. From 64 tokens on that is one more product, of the sums and of zeros in units of the scale,
-// both as bf16 numbers that add up to a float32.
+// both as bf16 numbers that add up to a float32. Sums of float32 activations come with their pieces.
 //
 // CTAs of a cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's
 // result does not depend on the others of a call; the size of the cluster, and with it the order of its sums, and
@@ -105,6 +105,10 @@ struct Rows {
 // two. Codes of weights are converted once and multiply both.
 struct SplitParams : Params {
   const float* powers;  // [batch, token]
+  // With float zeros or offsets: [batch, sum_count, sum_stride], sums of the activations of each token and group, or of
+  // each stage, if that is less.
+  const float* sums;
+  int sum_count, sum_stride;
 };
 struct SplitRows : Rows {
   using Params = SplitParams;
@@ -124,8 +128,9 @@ struct Shape {
   static constexpr bool kZeros = kKind == Kind::kRoundedAndZeros;
   static constexpr bool kRounded = kKind == Kind::kRounded || kZeros;
   static constexpr bool kPlain = kKind == Kind::kPlain || kRounded, kSums = kKind == Kind::kSums;
-  static constexpr bool kAnyScales = !kPlain || Source::kWindows;  // not of the activations' type alone
-  static constexpr bool kMultipliesSums = kSums && kTokens >= 64;  // on tensor cores
+  static constexpr bool kAnyScales = !kPlain || Source::kWindows;       // not of the activations' type alone
+  static constexpr bool kMakesSums = kSums && Source::kPieces == 1;     // others are copied
+  static constexpr bool kMultipliesSums = kMakesSums && kTokens >= 64;  // on tensor cores
   static constexpr int kRows = kWarpgroups * kTileN;
   static constexpr bool kShares = shares_inputs(kWarpgroups);
   // Half of a stage's activations are multiplied before the other half has come, which is felt at the first stage. Not
@@ -136,7 +141,7 @@ struct Shape {
   static constexpr bool kPairs =
       has_pairs(kTokens, kWarpgroups, kBits, kFlushes > 1) && kRounded && !Source::kWindows && kArrivals == 1;
   // After those of outputs one warpgroup produces; more add activations up, each in slots of its own.
-  static constexpr int kSumWarpgroups = !kSums ? 0 : kMultipliesSums ? 2 : 1;
+  static constexpr int kSumWarpgroups = !kMakesSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
   static constexpr int kThreads = (kWarpgroups + kProducers) * 128;
   static_assert(kWarpgroups == 2 || kPlain);
@@ -147,7 +152,7 @@ struct Shape {
   static constexpr int kMostOfTwo = Source::kPieces == 1 || (kBits == 4 && kFlushes == 1) ? 32 : 16;  // tokens
   static constexpr int kCtas = kWarpgroups > 2 || (kWarpgroups == 2 && kTokens > kMostOfTwo) ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
-  static constexpr int kProducerRegisters = kWarpgroups > 2 || (kSums && kCtas == 2) ? 32 : 40;
+  static constexpr int kProducerRegisters = kWarpgroups > 2 || (kMakesSums && kCtas == 2) ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters + (kLaunchRegisters - kProducerRegisters) * kProducers / kWarpgroups) / 8 * 8;
@@ -175,8 +180,8 @@ struct Shape {
   // and scales in float32.
   static constexpr int kNumberBytes = kMultipliesSums ? kPiecesBytes : 4;
   static constexpr int kSumBytes = kSums ? kFlushes * kTokens * kNumberBytes : 0;
-  static constexpr int kFactorBytes = kSums ? kFlushes * kRows * kNumberBytes : 0;
-  static constexpr int kFloatBytes = kSums ? kFlushes * kRows * 4 : 0;
+  static constexpr int kFactorBytes = kMakesSums ? kFlushes * kRows * kNumberBytes : 0;
+  static constexpr int kFloatBytes = kMakesSums ? kFlushes * kRows * 4 : 0;
   static constexpr int kWeightsAt = kXBytes;
   static constexpr int kScalesAt = kWeightsAt + kWeightBytes;
   static constexpr int kShiftsAt = kScalesAt + kScaleBytes;
@@ -199,7 +204,7 @@ struct Shape {
   static_assert(kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
   // The product that adds activations up takes 64 tokens at a time, of which those beyond kTokens are other data.
   static constexpr int kSumBlocks = (kTokens + 63) / 64;
-  static_assert(!kSums || kHalfBytes + kSumBlocks * 64 * 128 <= kStageBytes);
+  static_assert(!kMakesSums || kHalfBytes + kSumBlocks * 64 * 128 <= kStageBytes);
 };
 
 // (code - zero) * 2^-13 for pairs of codes. `factor` undoes the power of two of a masked code, 16 times as large in odd
@@ -625,7 +630,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     for (int i = 0; i < S::kStages; ++i) {
       ptx::barrier_init(full + i, producers);
       ptx::barrier_init(empty + i, S::kWarpgroups * 4 * kArrivals * (paired ? 2 : 1));
-      if (S::kSums) ptx::barrier_init(summed + i, 4 * kArrivals);
+      if (S::kMakesSums) ptx::barrier_init(summed + i, 4 * kArrivals);
       if (S::kHalves) ptx::barrier_init(second + i, 1);
     }
     // That of the sums: bytes from the rest of the cluster, and the warps that write this CTA's own.
@@ -683,7 +688,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   };
   const CUtensorMap* const x_map = tokens < S::kTokens ? &maps.last : &maps.x;
   const int half_rows = (tokens + 15) / 16 * 8;  // that one of a pair copies
-  if (S::kSums && threadIdx.x < S::kFlushes * kOnesBytes / 16) {
+  if (S::kMakesSums && threadIdx.x < S::kFlushes * kOnesBytes / 16) {
     const uint32_t ones = threadIdx.x % S::kFlushes != threadIdx.x / 8 ? 0u : C::kBf16 ? 0x3f803f80u : 0x3c003c00u;
     reinterpret_cast<uint4*>(shared + kOnesAt)[threadIdx.x] = {ones, ones, ones, ones};
     ptx::fence_shared_for_async();
@@ -742,7 +747,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
             S::kFlushes > 1 ? stage_groups * S::kRows * (scale_size + shift_size) : scale_row_bytes + shift_row_bytes;
         const int rows = paired ? 2 * half_rows : tokens;
         const int half_bytes = S::Source::kPieces * rows * kStageK;
-        const int mine = copies_x ? (S::kHalves ? 1 : 2) * half_bytes : producer == 1 && grouped ? factors : 0;
+        const int sum_bytes = S::kSums && !S::kMakesSums ? (rows + 3) / 4 * 16 : 0;  // of a group
+        const int of_x = (S::kHalves ? 1 : 2) * half_bytes + S::kFlushes * sum_bytes;
+        const int mine = copies_x ? of_x : producer == 1 && grouped ? factors : 0;
         ptx::barrier_expect(done, mine + (producer < row_tiles ? tile_bytes : 0));
         uint64_t* const half_done = S::kHalves ? second + at.slot : done;
         if (S::kHalves && copies_x) ptx::barrier_expect(half_done, half_bytes);
@@ -764,6 +771,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
             ptx::tensor_copy_3d(x, x_map, stage * kStageK, m0, of_piece, done);
             ptx::tensor_copy_3d(x + S::kHalfBytes, x_map, stage * kStageK + 64, m0, of_piece, half_done);
           }
+          if constexpr (S::kSums && !S::kMakesSums) {
+            const int first = x_batch * params.sum_count + stage * S::kFlushes;
+            const float* const sums = params.sums + static_cast<int64_t>(first) * params.sum_stride + m0;
+#pragma unroll
+            for (int group = 0; group < S::kFlushes; ++group) {
+              ptx::bulk_copy(to + S::kSumsAt + group * S::kTokens * 4, sums + group * params.sum_stride, sum_bytes,
+                             done);
+            }
+          }
         } else if (producer == 1 && S::kFlushes > 1) {
           const int first = stage * stage_groups;
           ptx::tensor_copy_3d(to + S::kScalesAt, &maps.scales, n0, first, scales_batch, done);
@@ -776,7 +792,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           }
         }
       }
-    } else if (S::kSums && producer >= 4) {
+    } else if (S::kMakesSums && producer >= 4) {
       const int output = threadIdx.x % 128;
       float scale = 0.f, shift = 0.f;  // those of all inputs, if there is one of each
       if (!grouped) {
@@ -852,12 +868,18 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     };
     float scale[2], shift[2];
     uint32_t zero[2] = {C::minus_zero(kBias), C::minus_zero(kBias)};
-    if (!grouped && !S::kSums) {
+    // What multiplies sums of activations: what zeros or offsets are more than the middle of the codes.
+    const auto shift_of = [&](float scale, float shift) {
+      const bool offsets = args.shift_mode == ShiftMode::kOffsets;
+      return fmaf(offsets ? kBias : kBias - shift, scale, offsets ? shift : 0.f);
+    };
+    if (!grouped && !S::kMakesSums) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int64_t n = min(static_cast<int64_t>(n0 + row + 8 * i), args.n - 1);
         const float stored = load_element(scales, n, args.scale_dtype);
         scale[i] = stored * C::kUnscale;
+        if (S::kSums) shift[i] = shift_of(stored, load_element(shifts, n, args.shift_dtype));
         if (has_zeros) zero[i] = C::minus_bytes(ptx::low_twice(shifts[n]));
       }
     }
@@ -867,7 +889,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
     constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
     uint4 words[kShared ? 1 : S::kUnitSteps / kVectorSteps];
-    uint32_t zero_bits[2], scale_bits[2];
+    uint32_t zero_bits[2], scale_bits[2], shift_bits[2];
     // Of rounded weights: scales and shifts of the groups of a unit.
     constexpr int kGroupSteps = kStageSteps / S::kFlushes, kUnitGroups = (S::kUnitSteps - 1) / kGroupSteps + 1;
     uint32_t group_scales[kUnitGroups][2], group_shifts[kUnitGroups][2];
@@ -985,17 +1007,24 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       ptx::wgmma_commit();
     };
     const auto load_factors = [&](const uint8_t* data, int group) {
-      if (S::kSums) return;
+      if (S::kMakesSums) return;
       load_pair(data + own_scales + group * S::kRows * scale_size, args.scale_dtype, scale_bits);
+      if (S::kSums) load_pair(data + own_shifts + group * S::kRows * shift_size, args.shift_dtype, shift_bits);
     };
     const auto set_factors = [&](const uint8_t* data, int group) {
-      if (!grouped && !S::kSums) return;
+      if (!grouped && !S::kMakesSums) return;
       const float* floats = reinterpret_cast<const float*>(data + S::kFloatsAt) + group * S::kRows + row;
       const float* factors = reinterpret_cast<const float*>(data + S::kFactorsAt) + group * S::kRows + row;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        scale[i] = S::kSums ? floats[8 * i] : from_bits(scale_bits[i], args.scale_dtype) * C::kUnscale;
-        if (S::kSums && !S::kMultipliesSums) shift[i] = factors[8 * i];
+        if (S::kMakesSums) {
+          scale[i] = floats[8 * i];
+          if (!S::kMultipliesSums) shift[i] = factors[8 * i];
+        } else {
+          const float stored = from_bits(scale_bits[i], args.scale_dtype);
+          scale[i] = stored * C::kUnscale;
+          if (S::kSums) shift[i] = shift_of(stored, from_bits(shift_bits[i], args.shift_dtype));
+        }
       }
     };
     const auto add_sums = [&](const uint8_t* data, int group) {
@@ -1076,6 +1105,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         multiply_unit(ptx::wgmma_descriptor(data), 0, parts[turn]);
         set_factors(data, 0);
         factors[turn][0] = scale[0], factors[turn][1] = scale[1];
+        if (S::kSums) add_sums(data, 0);
         convert_unit(1);
       };
       const auto end_part = [&](int turn) {
@@ -1122,7 +1152,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           if (!last) load_unit(data, unit + 1);
           if (flushes) load_factors(data, group);
           multiply_unit(x, unit, part);
-          if (S::kSums && !S::kMultipliesSums && flushes && group == 0) ptx::barrier_wait(summed + slot, at.phase);
+          if (S::kMakesSums && !S::kMultipliesSums && flushes && group == 0) {
+            ptx::barrier_wait(summed + slot, at.phase);
+          }
           if (flushes && !S::kMultipliesSums) {
             set_factors(data, group);
             if (S::kSums) add_sums(data, group);
@@ -1444,7 +1476,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.stage_groups = log2 == 0 ? 4 : log2 == 1 ? 2 : 1;
   const bool rounded = rounds(args, config.tokens), plain = rounded || is_plain(args);
   const bool zeros = args.shift_mode == ShiftMode::kZeros;
-  const bool sums = args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
+  const bool sums = has_float_shift(args);
   if (plain && log2 < 0) params.log2_group_blocks = 30;  // every stage has the first group's
   const auto select_kind = [&](auto bits, auto flushes) {
     return plain  ? launch_tokens<X, bits.value, flushes.value, Kind::kPlain>(params, config, stream)

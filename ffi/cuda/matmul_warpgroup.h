@@ -78,11 +78,18 @@ struct Costs {
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config);
 
 // Whether this kernel computes `args`: no table, and rows of activations, scales, zeros and offsets that are 16-byte
-// aligned. float32 activations: with uint8 zeros or none, and scratch for split_rows of them.
+// aligned. float32 activations: with scratch for split_rows of them.
 bool supports(const MatmulArgs& args);
 
-// Rows of float32 activations that the kernel takes at a time: as two fp16 numbers each they are in scratch, all of
-// them where there is a batch, else as many as it has room for.
+// Sums of a row of float32 activations that zeros or offsets multiply: of each group's, or of 128 inputs, if that is
+// less, and of whole stages of those. 0: there are none but integers.
+int64_t sum_count(const MatmulArgs& args);
+// From one sum to the next, of so many rows: bulk copies take them.
+constexpr int kSumAlignment = 4;
+constexpr int64_t sum_stride(int64_t rows) { return (rows + kSumAlignment - 1) / kSumAlignment * kSumAlignment; }
+
+// Rows of float32 activations that the kernel takes at a time: as two fp16 numbers each, and their sums, they are in
+// scratch, all of them where there is a batch, else as many as it has room for.
 int64_t split_rows(const MatmulArgs& args);
 
 // Scales of the type of the activations, uint8 zeros or none, and rows of both in whole pieces of 16 bytes.

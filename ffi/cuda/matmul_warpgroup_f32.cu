@@ -9,10 +9,10 @@
 namespace wonly::warpgroup {
 namespace {
 
-template <int kBits, int kFlushes>
+template <int kBits, int kFlushes, Kind kKind>
 cudaError_t launch_split(const SplitParams& params, const Config& config, cudaStream_t stream) {
   const auto launch = [&](auto tokens) {
-    using S = Shape<SplitRows, __half, kBits, tokens.value, 2, kFlushes, Kind::kOther>;
+    using S = Shape<SplitRows, __half, kBits, tokens.value, 2, kFlushes, kKind>;
     return launch_shape(kKernel<S>, params, config, stream);
   };
   if (config.warpgroups != 2) return cudaErrorInvalidConfiguration;
@@ -29,12 +29,18 @@ cudaError_t launch_split(const SplitParams& params, const Config& config, cudaSt
   return cudaErrorInvalidConfiguration;
 }
 
+template <int kBits, Kind kKind>
+cudaError_t launch_kind(const SplitParams& params, const Config& config, cudaStream_t stream) {
+  const int log2 = params.log2_group_blocks;
+  return log2 == 0   ? launch_split<kBits, 4, kKind>(params, config, stream)
+         : log2 == 1 ? launch_split<kBits, 2, kKind>(params, config, stream)
+                     : launch_split<kBits, 1, kKind>(params, config, stream);
+}
+
 template <int kBits>
 cudaError_t launch_bits(const SplitParams& params, const Config& config, cudaStream_t stream) {
-  const int log2 = params.log2_group_blocks;
-  return log2 == 0   ? launch_split<kBits, 4>(params, config, stream)
-         : log2 == 1 ? launch_split<kBits, 2>(params, config, stream)
-                     : launch_split<kBits, 1>(params, config, stream);
+  return params.sums == nullptr ? launch_kind<kBits, Kind::kOther>(params, config, stream)
+                                : launch_kind<kBits, Kind::kSums>(params, config, stream);
 }
 
 }  // namespace
@@ -44,14 +50,25 @@ cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_
   params.args = args;
   params.cluster = config.cluster;
   params.log2_group_blocks = log2_group_blocks(args);
+  params.sum_count = static_cast<int>(sum_count(args));
   const int64_t rows = split_rows(args);
   const int64_t x_batch = args.x_batch_stride == 0 ? 1 : args.batch;
   for (int64_t first = 0; first < args.m; first += rows) {
     params.args.m = std::min(rows, args.m - first);
     params.args.x = static_cast<const float*>(args.x) + first * args.k;
     params.args.y = static_cast<uint8_t*>(args.y) + first * args.n * element_size(args.y_dtype);
+    const int64_t all_rows = x_batch * params.args.m;
+    ActivationSums sums{};
+    if (params.sum_count > 0) {
+      params.sum_stride = static_cast<int>(sum_stride(params.args.m));
+      const int log2_group = params.log2_group_blocks < 0 ? 2 : std::min(params.log2_group_blocks, 2);
+      static_assert(kStageK == 32 << 2 && kSplitEach == 32 >> 2);
+      float* const to = static_cast<float*>(args.scratch) + all_rows * args.k + sum_stride(all_rows);
+      sums = {to, log2_group + 2, params.sum_count, params.sum_stride, Divisor(static_cast<int>(params.args.m))};
+    }
+    params.sums = sums.to;
     float* powers;
-    cudaError_t error = launch_split_activations(params.args.x, nullptr, Divisor(), x_batch * params.args.m, args.k,
+    cudaError_t error = launch_split_activations(params.args.x, nullptr, Divisor(), all_rows, args.k, sums,
                                                  args.scratch, &powers, stream);
     params.powers = powers;
     if (error == cudaSuccess) {

@@ -4,25 +4,17 @@
 #include "layout.h"
 
 namespace wonly::ragged_warpgroup {
-namespace {
-
-// Zeros that are no integers, or offsets.
-bool has_floats(const MatmulArgs& args) {
-  return args.shift_mode != ShiftMode::kNone && args.shift_dtype != DType::kU8;
-}
-
-}  // namespace
 
 bool supports(const MatmulArgs& args) {
   MatmulArgs any = args;
   any.m = 1;
   if (args.x_dtype == DType::kF32) any.x_dtype = DType::kF16;  // which they become
-  return warpgroup::supports(any) && (!has_floats(args) || rounds(args, kLowRows));
+  return warpgroup::supports(any) && (!has_float_shift(args) || rounds(args, kLowRows));
 }
 
 bool rounds(const MatmulArgs& args, int tile_rows) {
   if (args.bits == 8 || args.x_dtype == DType::kF32) return false;
-  if (has_floats(args)) {
+  if (has_float_shift(args)) {
     return args.shift_dtype == args.x_dtype && args.scale_dtype == args.x_dtype && args.n % 8 == 0;
   }
   return warpgroup::is_plain(args) && has_small_groups(args) && tile_rows == kHighRows;
@@ -31,7 +23,7 @@ bool rounds(const MatmulArgs& args, int tile_rows) {
 int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
   if (!supports(args)) return 0;
   if (args.x_dtype == DType::kF32) return rows < costs::kRaggedWarpgroupLeastFloat32Rows * experts ? 0 : kLowRows;
-  const bool plain = warpgroup::is_plain(args), small_groups = has_small_groups(args), floats = has_floats(args);
+  const bool plain = warpgroup::is_plain(args), small_groups = has_small_groups(args), floats = has_float_shift(args);
   const bool low = args.bits == 4 && (plain || floats || !small_groups), high = plain || floats || !low;
   // What makes ragged_tiled slower: outputs, 256 at a time, of which a sixteenth and more are none.
   const bool wasted = (ceil_div(args.n, 256) * 256 - args.n) * 16 >= args.n;

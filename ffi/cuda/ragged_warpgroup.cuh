@@ -701,7 +701,7 @@ inline cudaError_t launch_split(const MatmulArgs& args, const ragged::Work& work
   const int* const order = work.row_mode == RowMode::kIds ? ragged::planned_order(work) : nullptr;
   float* powers;
   const cudaError_t error =
-      launch_split_activations(args.x, order, work.repeat, work.m, args.k, args.scratch, &powers, stream);
+      launch_split_activations(args.x, order, work.repeat, work.m, args.k, {}, args.scratch, &powers, stream);
   if (error != cudaSuccess) return error;
   params.args.x = args.scratch;
   params.powers = powers;

@@ -25,10 +25,34 @@ __device__ __forceinline__ uint32_t larger_finite(uint32_t largest, float value)
 
 constexpr int kSplitEach = 8;  // numbers that a thread takes at a time
 
+// kSplitEach numbers times `up` as two fp16 numbers each. Returns the sum of what they are then.
+__device__ __forceinline__ float split_vector(const float4* x, float up, uint4* high, uint4* low) {
+  const float4 two[2] = {x[0], x[1]};
+  uint32_t first[kSplitEach / 2], second[kSplitEach / 2];
+  float sum = 0.f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    for (int j = 0; j < 2; ++j) {
+      const float2 raised = {(j == 0 ? two[half].x : two[half].z) * up, (j == 0 ? two[half].y : two[half].w) * up};
+      float2 left = beyond_fp16(raised, &first[2 * half + j]);
+      if (!isfinite(raised.x)) left.x = 0.f;  // what is not finite is the first number's
+      if (!isfinite(raised.y)) left.y = 0.f;
+      second[2 * half + j] = from_float2<__half>(left.x, left.y);
+      sum += raised.x + raised.y;
+    }
+  }
+  *high = {first[0], first[1], first[2], first[3]};
+  *low = {second[0], second[1], second[2], second[3]};
+  return sum;
+}
+
 // By all threads of a CTA: the numbers times the power of two that makes the largest finite one 2^kSplitTop or more, as
 // two fp16 numbers each, and what undoes it. They are exact to 2^-22 of a number, or 2^-39 of that largest one.
-// `vectors`: of kSplitEach numbers.
-__device__ __forceinline__ void split_row(const float4* x, uint4* high, uint4* low, float* undo, int vectors) {
+// `vectors`: of kSplitEach numbers. of_vector(i, sum): by whole warps, with the sum of vector i in units of that power,
+// zero beyond the last.
+template <typename OfVector>
+__device__ __forceinline__ void split_row(const float4* x, uint4* high, uint4* low, float* undo, int vectors,
+                                          OfVector&& of_vector) {
   uint32_t largest = 0;
   for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
 #pragma unroll
@@ -39,23 +63,14 @@ __device__ __forceinline__ void split_row(const float4* x, uint4* high, uint4* l
   }
   const uint32_t power = split_power(largest_of_cta(largest));
   const float up = split_factor(power);
-  for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
-    const float4 two[2] = {x[2 * i], x[2 * i + 1]};
-    uint32_t first[kSplitEach / 2], second[kSplitEach / 2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      for (int j = 0; j < 2; ++j) {
-        const float2 raised = {(j == 0 ? two[half].x : two[half].z) * up, (j == 0 ? two[half].y : two[half].w) * up};
-        float2 left = beyond_fp16(raised, &first[2 * half + j]);
-        if (!isfinite(raised.x)) left.x = 0.f;  // what is not finite is the first number's
-        if (!isfinite(raised.y)) left.y = 0.f;
-        second[2 * half + j] = from_float2<__half>(left.x, left.y);
-      }
-    }
-    high[i] = {first[0], first[1], first[2], first[3]};
-    low[i] = {second[0], second[1], second[2], second[3]};
+  const int lane = threadIdx.x % 32;
+  for (int i = threadIdx.x; i - lane < vectors; i += blockDim.x) {
+    of_vector(i, i < vectors ? split_vector(x + 2 * i, up, high + i, low + i) : 0.f);
   }
   if (threadIdx.x == 0) *undo = __uint_as_float(power - (kSplitTop << 23));
+}
+__device__ __forceinline__ void split_row(const float4* x, uint4* high, uint4* low, float* undo, int vectors) {
+  split_row(x, high, low, undo, vectors, [](int, float) {});
 }
 
 }  // namespace wonly

@@ -226,8 +226,8 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
         x, scales, *rest = _whole_outputs(x, qw, scales, rest, p)
     shift, bias = split_rest(rest, p.shift_mode)
     if _prefers_kernel(x, qw, scales, shift, p, platform):
-        if shift and _takes_shift_apart(x, qw, scales, shift, p, platform):
-            return _with_shift_apart(x, qw, scales, shift[0], bias, p, platform)
+        if shift and p.transpose and _takes_shift_apart(x, qw, scales, shift, p, platform):
+            return _with_shift_apart(x, qw, scales, shift[0], p, platform)
         return _kernel(x, qw, scales, *rest, p=p, platform=platform)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
 
@@ -259,19 +259,18 @@ def _takes_shift_apart(x, qw, scales, shift, p: Params, platform: str) -> bool:
     from jax_wonly import _cuda_dispatch
 
     product = _product(x, scales, shift, p.shift_mode, _result_shape(x, qw, scales, *shift, p=p)[0], p)
-    return (_cuda_dispatch.transposed_shift_apart if p.transpose else _cuda_dispatch.shift_apart)(product)
+    return _cuda_dispatch.transposed_shift_apart(product)
 
 
-def _with_shift_apart(x, qw, scales, shift, bias, p: Params, platform: str) -> jax.Array:
-    """The product of the codes less their middle, and what is left of float zeros or offsets, in float32: that meets x
-    only through the sums of its groups. Infinite x give the infinity that they should, or NaN.
+def _with_shift_apart(dy, qw, scales, shift, p: Params, platform: str) -> jax.Array:
+    """The product of dy with the codes less their middle, and with what is left of float zeros or offsets, in float32:
+    the latter is the same for all inputs of a group. Infinite dy give the infinity that they should, or NaN.
     """
     float32 = jnp.dtype(jnp.float32)
-    plain = p._replace(shift_mode=ShiftMode.NONE, has_bias=False, activation=Activation.NONE, out_dtype=float32)
-    y = _kernel(x, qw, scales, p=plain, platform=platform)
+    y = _kernel(dy, qw, scales, p=p._replace(shift_mode=ShiftMode.NONE, out_dtype=float32), platform=platform)
     middle, s, shift = 2.0 ** (p.bits - 1), scales.astype(float32), shift.astype(float32)
     per_group = shift + middle * s if p.shift_mode == ShiftMode.OFFSETS else (middle - shift) * s
-    return epilogue(y + _of_groups(x, per_group, p), bias, p)
+    return (y + _of_groups(dy, per_group, p)).astype(p.out_dtype)
 
 
 def _rounded(a: Activations, p: Params, platform: str) -> jax.Array:

@@ -54,7 +54,7 @@ def test_rows(rng, m, x_dtype, implementation):
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
-@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_float32_in_pieces(rng, bits, mode, group_size):
     """As exact as float32, of one weight and of several, in more rows than are taken at a time, infinities and all."""
@@ -76,8 +76,10 @@ def test_float32_in_pieces(rng, bits, mode, group_size):
         powers = jnp.asarray(2.0 ** rng.integers(-80, 60, (m, 1)), jnp.float32).at[int(rng.integers(m))].set(0)
         np.testing.assert_array_equal(product(x * powers, weight.qt), y * powers)
         row, value = int(rng.integers(m)), float(rng.choice([np.inf, -np.inf, np.nan]))
-        wild = np.asarray(product(x.at[..., row, int(rng.integers(k))].set(value), weight.qt))
-        assert not np.isfinite(wild[..., row, :]).any()
+        at = int(rng.integers(k))
+        wild = np.asarray(product(x.at[..., row, at].set(value), weight.qt))
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(wild[..., row, :], value * weight.dense[..., at, :])
         others = np.arange(m) != row
         np.testing.assert_array_equal(wild[..., others, :], np.asarray(y)[..., others, :])
 
@@ -111,7 +113,7 @@ def test_any_number_of_inputs_and_outputs(rng, bits, mode, x_dtype):
             assert_product(y, x, weight, rounded_weights=rounded, cut_off=cut_off, **of)
             np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
             seen.add(jw.explain(x, weight.qt, platform="cuda", implementation="cuda").kernel)
-    streamed = x_dtype == "float32" and mode not in ("symmetric", "integer_zeros")
+    streamed = x_dtype == "float32" and mode == "table"
     if _cuda_dispatch.has_warpgroups() and not streamed:
         assert seen & {"matmul_warpgroup", "matmul_tiled"}
 
@@ -145,7 +147,7 @@ def test_middling_rows(rng, bits, mode, x_dtype, group_size):
 @pytest.mark.parametrize("mode", ["float_zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_float_shifts_of_float32(rng, bits, mode, scale_dtype):
-    """They meet the sums of a group's activations in a product of their own, where streaming weights takes longer."""
+    """They meet the sums of a group's activations, which are made with the pieces of those."""
     for group_size, m, k, n, lead in (
         (128, 48, 4096, 4096, ()),
         (32, 100, 2048, 4104, ()),
