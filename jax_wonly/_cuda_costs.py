@@ -42,6 +42,7 @@ class Scheme(NamedTuple):
     alike: bool = True  # scales, and float zeros or offsets, of the type of the activations; 16 bits
     split: bool = False  # float32 activations
     half: bool = False  # float16 ones
+    table: bool = False
 
     def pairs(self, tokens: int, warpgroups: int) -> bool:
         """As ``warpgroup::has_pairs`` in ``ffi/cuda/matmul_warpgroup.h``."""
@@ -124,6 +125,7 @@ class Stream(NamedTuple):
     small_groups_float32: float  # what is left of either with groups of 32 and 64
     shifted_float32: list  # with float zeros or offsets: up to so many tokens, and the bytes
     small_groups_shifted_float32: float  # what is left of those
+    table_float32: list  # as shifted_float32, with a table
     wave: float  # of CTAs, where several passes over few outputs make more than one
 
 
@@ -386,9 +388,10 @@ def stream_waves(m: int, n: int, batch: int, table: bool, newest: bool, multipro
 def stream_time(m: int, weights: float, scheme: Scheme, costs: Stream) -> float:
     """Of ``matmul_stream``, for so many bytes of codes."""
     rate = costs.bytes
-    if scheme.split and scheme.floats:
-        rate = next((rate for tokens, rate in costs.shifted_float32 if m <= tokens), costs.shifted_float32[-1][1])
-        rate *= costs.small_groups_shifted_float32 if scheme.ends > 1 else 1.0
+    if scheme.split and (scheme.table or scheme.floats):
+        rates = costs.table_float32 if scheme.table else costs.shifted_float32
+        rate = next((rate for tokens, rate in rates if m <= tokens), rates[-1][1])
+        rate *= costs.small_groups_shifted_float32 if scheme.ends > 1 and not scheme.table else 1.0
     elif scheme.split:
         rate = costs.few_float32 if m <= costs.tokens else costs.float32
         rate *= costs.small_groups_float32 if scheme.ends > 1 else 1.0

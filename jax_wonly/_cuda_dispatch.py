@@ -20,12 +20,11 @@ _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
 _DENSE_START = 6.0  # microseconds of both kernels besides: 5.4 to 10.6 for less than 3 million weights (log, 131)
-_STREAMED_TABLE = 0.57e6  # the same bytes of float32 activations and weights with a table, for 16 tokens
 _STREAMED_ROWS = 32  # of float32 cotangents at a time
 _ROWS_OF_PART = 256  # of the gradient of scales, at least: its kernel's start and end take as long
 _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
 _TILE_OUTPUTS = 256  # of the tiled kernel
-WHOLE = 8  # inputs or outputs that kernels read at once, 16 bytes
+_WHOLE = 8  # inputs or outputs that kernels read at once, 16 bytes
 _COPIED_OUTPUTS = 3000  # from which few rows of cotangents are worth copying so that they can (log, 140)
 _COPY_START = 1.5  # microseconds of such a copy, besides its bytes
 _DENSE_ODD = 1.6  # how much longer XLA's product takes at least whose inputs or outputs are no whole eights
@@ -63,8 +62,8 @@ _ALIGNED_ROWS_START, _ALIGNED_ROWS_BYTES = SM90["aligned_rows"]["start"], SM90["
 _DECODE = _cuda_costs.Decode(**SM90["decode"])
 _STREAM = _cuda_costs.Stream(**SM90["stream"])
 _RESIDENT, _SPLIT_RESIDENT = (_cuda_costs.resident_of(SM90, name) for name in ("resident", "split_resident"))
-_WARPGROUPS, _SPLIT_WARPGROUPS, _CONV_WARPGROUPS = (
-    _cuda_costs.warpgroups_of(SM90[name]) for name in ("warpgroup", "split_warpgroup", "conv_warpgroup")
+_WARPGROUPS, _SPLIT_WARPGROUPS, _SPLIT_TABLE, _CONV_WARPGROUPS = (
+    _cuda_costs.warpgroups_of(SM90[name]) for name in ("warpgroup", "split_warpgroup", "split_table", "conv_warpgroup")
 )
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = SM90["tiled"]["tokens"], SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (SM90["tiled"]["costs"], SM90["table"], SM90["conv"]))
@@ -231,14 +230,15 @@ class Product(NamedTuple):
             alike = self.scale_dtype == self.shift_dtype == self.x_dtype and self.row % 8 == 0
         ends = {32: 4, 64: 2}[self.group_size] if self.small_groups else 1
         zeros, half = self.shift_mode == ShiftMode.ZEROS, self.x_dtype == jnp.float16
-        return _cuda_costs.Scheme(self.bits, ends, zeros, self.floats, alike, self.split, half)
+        floats = self.floats and not self.table
+        return _cuda_costs.Scheme(self.bits, ends, zeros, floats, alike, self.split, half, self.table)
 
 
 def scratch(p: Product, x_batch: int) -> int:
     """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
     if (p.split or _aligns(p)) and kernel(p) == "matmul_warpgroup":
         # For pieces of x, or what teams leave each other.
-        sums = -(-p.k // 128) * p.scheme.ends if p.floats else 0
+        sums = -(-p.k // 128) * p.scheme.ends if p.scheme.floats else 0
         rest = _abi.split_scratch(x_batch, p.m, p.k, p.batch, sums) if p.split else _team_scratch(p)
         return rest + (_aligned_scratch(p) if _aligns(p) else 0)
     if p.split:
@@ -289,11 +289,11 @@ def warpgroup_kernel(p: Product) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     rows = all(p.row * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in p.parameter_types)
     aligned = p.k % 8 == 0 and (p.groups <= 1 or rows)
-    return has_warpgroups() and aligned and not p.table
+    return has_warpgroups() and aligned and (p.split or not p.table)
 
 
 def _aligned_row(p: Product) -> int:
-    return -(-p.n // _abi.ROW_ELEMENTS) * _abi.ROW_ELEMENTS
+    return whole(p.n, _abi.ROW_ELEMENTS)
 
 
 def _aligns(p: Product) -> bool:
@@ -337,7 +337,7 @@ def _mma_kernel(p: Product) -> bool:
 
 
 def _warpgroup_times(p: Product):
-    costs = _SPLIT_WARPGROUPS if p.split else _WARPGROUPS
+    costs = _WARPGROUPS if not p.split else _SPLIT_TABLE if p.table else _SPLIT_WARPGROUPS
     scheme = (_aligned(p) or p).scheme
     before = _ALIGNED_ROWS_START + 4 * _aligned_scratch(p) / _ALIGNED_ROWS_BYTES if _aligns(p) else 0.0
     times = _cuda_costs.warpgroup_times(max(p.m, 1), p.k, p.n, p.batch, scheme, _gpu()[1], costs)
@@ -381,9 +381,6 @@ def _stream(p: Product) -> float:
 
 def _streamed(p: Product) -> float:
     """What reading the weights takes."""
-    passes = -(-p.m // STREAM_TOKENS)
-    if p.table and p.split:
-        return _STREAM.start + passes * p.weight_bytes / _STREAMED_TABLE
     return _cuda_costs.stream_time(p.m, p.weight_bytes, p.scheme, _STREAM)
 
 
@@ -471,7 +468,7 @@ def estimate(p: Product) -> tuple[float, float]:
     operations = 2.0 * p.outputs * p.k  # of one token
     dense_bytes = p.weight_bytes + p.outputs * p.k * jnp.dtype(p.x_dtype).itemsize
     rate = _DENSE_FLOAT32 if p.split else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
-    rate /= _DENSE_ODD if p.n % WHOLE or p.k % WHOLE else 1.0
+    rate /= _DENSE_ODD if p.n % _WHOLE or p.k % _WHOLE else 1.0
     dense = p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
     dense += _DENSE_START + dense_bytes / _MEMORY
     aligned = _aligned(p)
@@ -499,7 +496,7 @@ def use_kernel(p: Product) -> bool:
     """Whether the fused kernels are expected to be at least as fast as dequantizing."""
     if p.m <= STREAM_TOKENS:
         return True
-    if p.table and p.m > TABLE_TOKENS and p.n <= TILE_N:  # tiles would be half empty
+    if p.table and not p.split and p.m > TABLE_TOKENS and p.n <= TILE_N:  # tiles would be half empty
         return False
     if p.table and (tiled_kernel(p) or (p.m <= TABLE_TOKENS and not p.split)):
         return True
@@ -691,20 +688,24 @@ def rounds_transposed_scales(p: Product) -> bool:
     return transposed_kernel(p) == "matmul_transposed_warpgroup"
 
 
+def whole(size: int, step: int = _WHOLE) -> int:
+    """Inputs or outputs with zeros behind, as many as make whole pieces of those that kernels read at once."""
+    return -(-size // step) * step
+
+
 def whole_inputs(p: Product, *, forced: bool = False) -> Product:
     """A product with activations that have zeros behind, up to what its packed tiles have anyway: where rows of them
     are no multiple of 16 bytes, which no kernel for more than a few tokens takes, and copying them is expected to be
     faster than dequantizing, or fused kernels are ``forced``.
     """
-    tile = tile_k(p.bits)
-    whole = p._replace(k=-(-p.k // tile) * tile)
-    if p.k % WHOLE == 0 or (isinstance(p.m, int) and p.m <= _DECODE.tokens):
+    padded = p._replace(k=whole(p.k, tile_k(p.bits)))
+    if p.k % _WHOLE == 0 or (isinstance(p.m, int) and p.m <= _DECODE.tokens):
         return p
     if forced or not isinstance(p.m, int) or p.m <= STREAM_TOKENS:
-        return whole
-    copied = p.batch * p.m * (p.k + whole.k) * jnp.dtype(p.x_dtype).itemsize
-    (fused, _), (_, dense) = estimate(whole), estimate(p)
-    return whole if fused + _COPY_START + copied / _MEMORY <= dense else p
+        return padded
+    copied = p.batch * p.m * (p.k + padded.k) * jnp.dtype(p.x_dtype).itemsize
+    (fused, _), (_, dense) = estimate(padded), estimate(p)
+    return padded if fused + _COPY_START + copied / _MEMORY <= dense else p
 
 
 def whole_outputs(p: Product) -> Product:
@@ -712,7 +713,7 @@ def whole_outputs(p: Product) -> Product:
     them. Of few rows and outputs the kernel that streams takes any, but for tables.
     """
     few = isinstance(p.m, int) and p.m <= STREAM_TOKENS and p.n < _COPIED_OUTPUTS and not p.table
-    return p if few else p._replace(n=-(-p.n // WHOLE) * WHOLE)
+    return p if few else p._replace(n=whole(p.n))
 
 
 def use_transposed_kernel(p: Product, *, forced: bool = False) -> bool:

@@ -180,8 +180,8 @@ def test_the_way_on_a_gpu():
         (512, jnp.float16, "dequantize", "the model expects", None),  # scales of another type
         (512, jnp.bfloat16, "kernel", "the model expects", "matmul_tiled"),
         (1, jnp.float32, "kernel", "one pass", "matmul_stream"),
-        (64, jnp.float32, "kernel", "the model expects", "matmul_stream"),
-        (512, jnp.float32, "dequantize", "the model expects", None),
+        (64, jnp.float32, "kernel", "the model expects", "matmul_warpgroup"),
+        (512, jnp.float32, "kernel", "the model expects", "matmul_warpgroup"),
     ]:
         found = jw.explain(jax.ShapeDtypeStruct((m, 4096), dtype), qt, platform="cuda")
         assert found.path == path and why in found.reason and found.kernel == kernel

@@ -68,11 +68,16 @@ float stream_us(const MatmulArgs& args, const Device& device) {
     const bool small = has_small_groups(args);
     rate = args.m <= costs::kStreamTokens ? costs::kStreamFewFloat32 : costs::kStreamFloat32;
     if (small) rate *= costs::kStreamSmallGroupsFloat32, wave /= costs::kStreamSmallGroupsFloat32;
-    if (has_float_shift(args)) {
-      for (const costs::StreamRate& of : costs::kStreamShiftedFloat32) {
+    const auto take = [&](const auto& rates) {
+      for (const costs::StreamRate& of : rates) {
         rate = of.bytes;
         if (args.m <= of.tokens) break;
       }
+    };
+    if (args.shift_mode == ShiftMode::kTable) {
+      take(costs::kStreamTableFloat32);
+    } else if (has_float_shift(args)) {
+      take(costs::kStreamShiftedFloat32);
       if (small) rate *= costs::kStreamSmallGroupsShiftedFloat32;
     }
   }
@@ -169,7 +174,10 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
                                         (has_float_shift(args) && resident::supports(args)));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
-  const warpgroup::Costs& of_warpgroups = splits ? costs::kSplitWarpgroup : costs::kWarpgroup;
+  const bool table = args.shift_mode == ShiftMode::kTable;
+  const warpgroup::Costs& of_warpgroups = !splits ? costs::kWarpgroup
+                                          : table ? costs::kSplitTable
+                                                  : costs::kSplitWarpgroup;
   float us = streamed        ? 0.f
              : by_warpgroups ? warpgroup::choose(aligned, device.multiprocessors, of_warpgroups, &warpgroups)
                              : stream_us(args, device);
@@ -190,9 +198,9 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     if (args.m >= (by_warpgroups && !aligns ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
-      const bool table = args.shift_mode == ShiftMode::kTable;  // streaming that again takes longer in any case
       const tiled::Costs& of_tiles = table ? costs::kTable : costs::kTiled;
       const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
+      // With a table another pass takes longer in any case.
       if (table || tiled_us < us) return tiled::launch(args, tiles, stream);
     }
     if (by_warpgroups) {

@@ -31,7 +31,8 @@ bool supports(const MatmulArgs& args) {
   const bool shifted = args.shift_mode != ShiftMode::kNone;
   const bool aligned_shifts =
       args.groups == 1 || !shifted || args.parameter_row * element_size(args.shift_dtype) % 16 == 0;
-  if (!aligned || !aligned_scales || !aligned_shifts || args.shift_mode == ShiftMode::kTable) return false;
+  if (!aligned || !aligned_scales) return false;
+  if (args.shift_mode == ShiftMode::kTable ? args.x_dtype != DType::kF32 : !aligned_shifts) return false;
   return args.x_dtype != DType::kF32 || split_rows(args) > 0;
 }
 

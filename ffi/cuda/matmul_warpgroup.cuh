@@ -16,6 +16,9 @@
 // what multiplies them. From 64 tokens on that is one more product, of the sums and of zeros in units of the scale,
 // both as bf16 numbers that add up to a float32. Sums of float32 activations come with their pieces.
 //
+// With a table float32 activations meet its numbers, each two of fp16 too, in units of a power of two that the largest
+// one sets. Pairs of codes look up pairs of them in shared memory, where every lane has a table of its own.
+//
 // CTAs of a cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's
 // result does not depend on the others of a call; the size of the cluster, and with it the order of its sums, and
 // whether weights are rounded may depend on how many there are (matmul.cu).
@@ -41,6 +44,7 @@
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/ring.cuh"
 #include "cuda/rounded_weights.cuh"
+#include "cuda/split_row.cuh"
 #include "cuda/tensor_map.h"
 #include "cuda/wgmma.cuh"
 #include "dequant/convert.h"
@@ -59,6 +63,8 @@ constexpr int kOnesBytes = 128;      // each 8 columns of 8 inputs
 static_assert((3 * kMaxStages + 1) * 8 <= kOnesAt && kOnesAt + 4 * kOnesBytes <= kBarrierBytes);
 constexpr int kMultiprocessorBytes = 228 << 10;
 constexpr int kPiecesBytes = 16;  // of a number as an operand's row of 8 inputs
+constexpr int kTablePairs = 256;  // of a table's numbers, and the bytes of one for all lanes: its first pieces, and
+constexpr int kTableStride = 2 * 32 * 4;  // its second ones
 using ptx::kArrivals;
 
 // What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 80).
@@ -70,6 +76,7 @@ enum class Kind {
   // copied as those of kPlain.
   kRounded,          // offsets or none
   kRoundedAndZeros,  // zeros, also uint8
+  kTable,            // of float32 activations and four bits; scales of any type
 };
 
 struct Params {
@@ -128,7 +135,9 @@ struct Shape {
   static constexpr bool kZeros = kKind == Kind::kRoundedAndZeros;
   static constexpr bool kRounded = kKind == Kind::kRounded || kZeros;
   static constexpr bool kPlain = kKind == Kind::kPlain || kRounded, kSums = kKind == Kind::kSums;
-  static constexpr bool kAnyScales = !kPlain || Source::kWindows;       // not of the activations' type alone
+  static constexpr bool kAnyScales = !kPlain || Source::kWindows;  // not of the activations' type alone
+  static constexpr bool kTable = kKind == Kind::kTable;
+  static constexpr bool kRepeats = kSums || kTable;                     // what is not finite
   static constexpr bool kMakesSums = kSums && Source::kPieces == 1;     // others are copied
   static constexpr bool kMultipliesSums = kMakesSums && kTokens >= 64;  // on tensor cores
   static constexpr int kRows = kWarpgroups * kTileN;
@@ -150,7 +159,7 @@ struct Shape {
   // other starts or ends; from 64 tokens on the accumulators of two leave no room for that, or activations in pieces
   // earlier.
   static constexpr int kMostOfTwo = Source::kPieces == 1 || (kBits == 4 && kFlushes == 1) ? 32 : 16;  // tokens
-  static constexpr int kCtas = kWarpgroups > 2 || (kWarpgroups == 2 && kTokens > kMostOfTwo) ? 1 : 2;
+  static constexpr int kCtas = kTable || kWarpgroups > 2 || (kWarpgroups == 2 && kTokens > kMostOfTwo) ? 1 : 2;
   static constexpr int kLaunchRegisters = 65536 / (kCtas * kThreads) / 8 * 8;
   static constexpr int kProducerRegisters = kWarpgroups > 2 || (kMakesSums && kCtas == 2) ? 32 : 40;
   // What the consumers gain, the producer gives up: a CTA keeps the registers that it was launched with.
@@ -160,7 +169,7 @@ struct Shape {
 
   // Sums of a stage are scaled while the tensor cores work on the next, where there are registers for two sets of them
   // and not the weights bind.
-  static constexpr bool kTwoSums = Source::kPieces > 1 && kFlushes == 1 && kCtas == 1 && kTokens <= 64;
+  static constexpr bool kTwoSums = Source::kPieces > 1 && kFlushes == 1 && kCtas == 1 && kTokens <= 64 && !kTable;
 
   // A unit is what the tensor cores work on while the codes of the next are converted: of more tokens there are no
   // registers for half a stage's.
@@ -189,8 +198,9 @@ struct Shape {
   static constexpr int kFactorsAt = kSumsAt + kSumBytes;
   static constexpr int kFloatsAt = kFactorsAt + kFactorBytes;
   static constexpr int kStageBytes = (kFloatsAt + kFloatBytes + 1023) / 1024 * 1024;
+  static constexpr int kTableBytes = kTable ? kTablePairs * kTableStride : 0;
   static constexpr int kFit =
-      (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes) / kStageBytes;  // 1 KiB is the system's
+      (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes - kTableBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
   // Results of a warpgroup, of which a stage has room for two.
   static constexpr int kResultBytes = (kTokens + 15) / 16 * 16 * kTileN * 2;
@@ -267,6 +277,48 @@ __device__ __forceinline__ void convert_half(uint32_t low, uint32_t high, uint32
     a[0][3] = C::fma(h[1], C::kFactor, zero_high);
   }
 }
+// The same of numbers that pairs of codes look up, and of what those are beyond fp16.
+__device__ __forceinline__ void look_up_half(uint32_t low, uint32_t high, const uint8_t* table, uint32_t lane,
+                                             uint32_t (*first)[4], uint32_t (*second)[4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t word = i == 0 ? low : high;
+    // Both codes of a pair in a byte: of pairs 0 and 2, and of 1 and 3.
+    const uint32_t bytes[2] = {(word & 0x0f0fu) | (word >> 12 & 0xf0f0u),
+                               (word >> 4 & 0x0f0fu) | (word >> 16 & 0xf0f0u)};
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      const uint32_t at = (pair < 2 ? bytes[pair % 2] << 8 : bytes[pair % 2]) & 0xff00u;
+      const uint32_t* const from = reinterpret_cast<const uint32_t*>(table + (at | lane * 4));
+      first[pair / 2][pair % 2 * 2 + i] = from[0];
+      second[pair / 2][pair % 2 * 2 + i] = from[32];
+    }
+  }
+}
+// The table for that, by as many threads as there are pairs. Returns what undoes its power of two.
+__device__ __forceinline__ float prepare_table(const float* numbers, uint8_t* to, int pair) {
+  static_assert(kTableStride == 1 << 8);
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float4 four = __ldg(reinterpret_cast<const float4*>(numbers) + i);
+    for (const float value : {four.x, four.y, four.z, four.w}) largest = larger_finite(largest, value);
+  }
+  const uint32_t power = split_power(largest);
+  const float up = split_factor(power);
+  uint32_t first;
+  const float2 left = beyond_fp16({__ldg(numbers + pair % 16) * up, __ldg(numbers + pair / 16) * up}, &first);
+  const uint32_t second = from_float2<__half>(left.x, left.y);
+  uint32_t* const of_pair = reinterpret_cast<uint32_t*>(to + pair * kTableStride);
+#pragma unroll 4
+  for (int i = 0; i < 32; ++i) {
+    const int lane = (i + pair) % 32;  // in another bank for every thread of a warp
+    of_pair[lane] = first;
+    of_pair[32 + lane] = second;
+  }
+  return split_undo(power);
+}
+
 // Two neighbours in a register.
 template <typename X>
 __device__ __forceinline__ float2 to_floats(uint32_t pair) {
@@ -523,8 +575,8 @@ struct Quad {
 };
 
 // By all threads: adds up the sums, times factor_of(token), and finishes four outputs of a token at a time, those of
-// neighbouring lanes of neighbouring tokens, whose sums lie in different banks. With S::kSums, returns for which turns
-// of this thread's there are infinities or NaNs.
+// neighbouring lanes of neighbouring tokens, whose sums lie in different banks. With S::kRepeats, returns for which
+// turns of this thread's there are infinities or NaNs.
 template <typename S, typename FactorOf>
 __device__ __forceinline__ uint32_t finish_quads(const Finish& of, const Share& share, const uint8_t* ring,
                                                  FactorOf&& factor_of) {
@@ -563,7 +615,7 @@ __device__ __forceinline__ uint32_t finish_quads(const Finish& of, const Share& 
     const float factor = factor_of(at.token);
 #pragma unroll
     for (float& of_one : sum) of_one *= factor;
-    if (S::kSums && !isfinite(sum[0] + sum[1] + sum[2] + sum[3])) again |= 1u << turn;
+    if (S::kRepeats && !isfinite(sum[0] + sum[1] + sum[2] + sum[3])) again |= 1u << turn;
     finish4(of, share.m0 + at.token, at.n, sum);
   }
   if (first_team) {
@@ -662,7 +714,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const bool has_zeros = !S::kSums && args.shift_mode == ShiftMode::kZeros;
   const int scale_size = S::kAnyScales ? element_size(args.scale_dtype) : 2;
   const bool one_byte = S::kPlain && !S::kRounded;
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : one_byte ? 1 : element_size(args.shift_dtype);
+  const bool shifted = !S::kTable && args.shift_mode != ShiftMode::kNone;
+  const int shift_size = !shifted ? 0 : one_byte ? 1 : element_size(args.shift_dtype);
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
@@ -866,6 +919,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       const float single = __uint_as_float(bits << (type == DType::kF32 ? 0 : 16));
       return type == DType::kF16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
     };
+    uint8_t* const table = ring + S::kStages * S::kStageBytes;
+    float unscale = C::kUnscale;  // of sums of a group
+    if constexpr (S::kTable) {
+      static_assert(S::kWarpgroups * 128 == kTablePairs);
+      const float* const numbers = static_cast<const float*>(args.shift) + batch * args.shift_batch_stride;
+      unscale = prepare_table(numbers, table, threadIdx.x);
+      asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
+    }
     float scale[2], shift[2];
     uint32_t zero[2] = {C::minus_zero(kBias), C::minus_zero(kBias)};
     // What multiplies sums of activations: what zeros or offsets are more than the middle of the codes.
@@ -878,14 +939,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       for (int i = 0; i < 2; ++i) {
         const int64_t n = min(static_cast<int64_t>(n0 + row + 8 * i), args.n - 1);
         const float stored = load_element(scales, n, args.scale_dtype);
-        scale[i] = stored * C::kUnscale;
+        scale[i] = stored * unscale;
         if (S::kSums) shift[i] = shift_of(stored, load_element(shifts, n, args.shift_dtype));
         if (has_zeros) zero[i] = C::minus_bytes(ptx::low_twice(shifts[n]));
       }
     }
 
     float acc[S::kTokens / 2] = {}, part[S::kTwoSums ? 1 : S::kColumns / 2];
-    uint32_t codes[2][S::kUnitSteps][4];
+    uint32_t codes[2][S::kUnitSteps][4], seconds[2][S::kTable ? S::kUnitSteps : 1][4];  // and what is beyond fp16
     constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
     constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
     uint4 words[kShared ? 1 : S::kUnitSteps / kVectorSteps];
@@ -967,6 +1028,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     };
     const auto convert_unit = [&](int unit) {
       uint32_t (&to)[S::kUnitSteps][4] = codes[unit % 2];
+      if constexpr (S::kTable) {
+#pragma unroll
+        for (int step = 0; step < S::kUnitSteps; step += 2) {
+          const uint4& both = words[kShared ? 0 : step / kVectorSteps];
+          const bool second = (unit * S::kUnitSteps + step) / 2 % 2 == 1;
+          look_up_half(second ? both.z : both.x, second ? both.w : both.y, table, lane, to + step,
+                       seconds[unit % 2] + step);
+        }
+        return;
+      }
       if constexpr (S::kRounded) {
         constexpr int kHalfSteps = kVectorSteps / 2;
 #pragma unroll
@@ -1003,6 +1074,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
         const bool accumulate = S::kRounded || i > 0 || (S::kFlushes == 1 && unit > 0);
         multiply_step<X, S::kColumns>(product, codes[unit % 2][i], operand_x, accumulate);
+        if (S::kTable) multiply_step<X, S::kColumns>(product, seconds[unit % 2][S::kTable ? i : 0], operand_x, true);
       }
       ptx::wgmma_commit();
     };
@@ -1022,7 +1094,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           if (!S::kMultipliesSums) shift[i] = factors[8 * i];
         } else {
           const float stored = from_bits(scale_bits[i], args.scale_dtype);
-          scale[i] = stored * C::kUnscale;
+          scale[i] = stored * unscale;
           if (S::kSums) shift[i] = shift_of(stored, from_bits(shift_bits[i], args.shift_dtype));
         }
       }
@@ -1282,7 +1354,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const Quad<S::kWarpgroups> at(own, threadIdx.x + (__ffs(again) - 1) * S::kThreads);
 #pragma unroll 1
     for (int64_t n = at.n; n < min(at.n + int64_t{4}, args.n); ++n) {
-      finish(args, batch, m0 + at.token, n, exact_sum(args, batch, m0 + at.token, n, 0, args.k));
+      finish(args, batch, m0 + at.token, n, exact_sum<S::kTable>(args, batch, m0 + at.token, n, 0, args.k));
     }
   }
 #else
@@ -1298,9 +1370,16 @@ struct Kernel {
   bool rounded, teams, pairs;
 };
 template <typename S>
-constexpr Kernel<typename S::Source> kKernel = {
-    warpgroup_matmul<S>, S::kTokens,  S::kRows,  S::kThreads, S::kCtas, kBarrierBytes + S::kStages * S::kStageBytes,
-    S::kFlushes,         S::kRounded, S::kTeams, S::kPairs};
+constexpr Kernel<typename S::Source> kKernel = {warpgroup_matmul<S>,
+                                                S::kTokens,
+                                                S::kRows,
+                                                S::kThreads,
+                                                S::kCtas,
+                                                kBarrierBytes + S::kStages * S::kStageBytes + S::kTableBytes,
+                                                S::kFlushes,
+                                                S::kRounded,
+                                                S::kTeams,
+                                                S::kPairs};
 
 // Of so many stages of inputs.
 template <typename Source>
@@ -1365,7 +1444,7 @@ cudaError_t launch_shape(const Kernel<Source>& kernel, typename Source::Params p
       return describe_rows(data, element_size(type), args.parameter_row, args.groups, batch, kernel.outputs, rows, map);
     };
     error = describe(args.scales, args.scale_dtype, args.scales_batch_stride, &maps.scales);
-    if (error == cudaSuccess && args.shift_mode != ShiftMode::kNone) {
+    if (error == cudaSuccess && args.shift_mode != ShiftMode::kNone && args.shift_mode != ShiftMode::kTable) {
       error = describe(args.shift, args.shift_dtype, args.shift_batch_stride, &maps.shifts);
     }
     if (error != cudaSuccess) return error;

@@ -16,13 +16,14 @@ cudaError_t launch_split(const SplitParams& params, const Config& config, cudaSt
     return launch_shape(kKernel<S>, params, config, stream);
   };
   if (config.warpgroups != 2) return cudaErrorInvalidConfiguration;
+  constexpr bool kTable = kKind == Kind::kTable;
   if constexpr (kBits == 8 && kFlushes == 1) {  // so few of four bits are matmul_resident's
     if (config.tokens == 8) return launch(std::integral_constant<int, 8>{});
   }
   if (config.tokens == 16) return launch(std::integral_constant<int, 16>{});
   if (config.tokens == 32) return launch(std::integral_constant<int, 32>{});
   if (config.tokens == 64) return launch(std::integral_constant<int, 64>{});
-  if constexpr (kBits == 4 && kFlushes == 1) {
+  if constexpr (kBits == 4 && kFlushes == 1 && !kTable) {
     if (config.tokens == 48) return launch(std::integral_constant<int, 48>{});
     if (config.tokens == 96) return launch(std::integral_constant<int, 96>{});
   }
@@ -39,6 +40,9 @@ cudaError_t launch_kind(const SplitParams& params, const Config& config, cudaStr
 
 template <int kBits>
 cudaError_t launch_bits(const SplitParams& params, const Config& config, cudaStream_t stream) {
+  if constexpr (kBits == 4) {
+    if (params.args.shift_mode == ShiftMode::kTable) return launch_kind<kBits, Kind::kTable>(params, config, stream);
+  }
   return params.sums == nullptr ? launch_kind<kBits, Kind::kOther>(params, config, stream)
                                 : launch_kind<kBits, Kind::kSums>(params, config, stream);
 }

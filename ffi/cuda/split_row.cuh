@@ -23,6 +23,9 @@ __device__ __forceinline__ uint32_t larger_finite(uint32_t largest, float value)
   return magnitude < 0x7f800000u ? max(largest, magnitude) : largest;
 }
 
+// What undoes the power of two of split_power.
+__device__ __forceinline__ float split_undo(uint32_t power) { return __uint_as_float(power - (kSplitTop << 23)); }
+
 constexpr int kSplitEach = 8;  // numbers that a thread takes at a time
 
 // kSplitEach numbers times `up` as two fp16 numbers each. Returns the sum of what they are then.
@@ -67,7 +70,7 @@ __device__ __forceinline__ void split_row(const float4* x, uint4* high, uint4* l
   for (int i = threadIdx.x; i - lane < vectors; i += blockDim.x) {
     of_vector(i, i < vectors ? split_vector(x + 2 * i, up, high + i, low + i) : 0.f);
   }
-  if (threadIdx.x == 0) *undo = __uint_as_float(power - (kSplitTop << 23));
+  if (threadIdx.x == 0) *undo = split_undo(power);
 }
 __device__ __forceinline__ void split_row(const float4* x, uint4* high, uint4* low, float* undo, int vectors) {
   split_row(x, high, low, undo, vectors, [](int, float) {});

@@ -177,7 +177,7 @@ def _native(x, qw, dy, *limits, params: Params, platform: str) -> jax.Array:
     if not _cuda_dispatch.has_scales_gradient():
         return _reference(x, qw, dy, *limits, params=p)
     # With zeros behind, up to whole eights: packed weights go on to whole tiles anyway.
-    k, n = (-(-size // _cuda_dispatch.WHOLE) * _cuda_dispatch.WHOLE for size in (p.k, outputs))
+    k, n = map(_cuda_dispatch.whole, (p.k, outputs))
     x, dy, p = pad_last(x, k), pad_last(dy, n), p._replace(k=k)
     x, dy, undo = (x, dy, ()) if x.dtype == dy.dtype and x.dtype.itemsize == 2 else _as_fp16(x, dy)
     times = _PRODUCTS if undo else 1

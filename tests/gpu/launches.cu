@@ -182,10 +182,11 @@ void products() {
 void products_with_tables() {
   for (const DType type : kTypes) {
     for (const int64_t m : {1, 5, 20, 70, 300}) {
-      for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {512, 2050, 32}, {104, 70, 0}}) {
+      for (const auto& [k, n, group] :
+           {std::array<int64_t, 3>{256, 136, 64}, {512, 2050, 32}, {104, 70, 0}, {4096, 2056, 128}, {4160, 4104, 64}}) {
         Case c;
-        const MatmulArgs args = product(c, 1, m, k, n, group, 4, type, 4);
-        c.run("table", args.y, m * n * element_size(type), [&] { return launch_matmul(args, nullptr); });
+        const MatmulArgs args = product(c, 1 + (k == 4160), m, k, n, group, 4, type, 4);
+        c.run("table", args.y, args.batch * m * n * element_size(type), [&] { return launch_matmul(args, nullptr); });
       }
       for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {640, 2056, 32}, {104, 72, 0}}) {
         if (type == DType::kF32) continue;
