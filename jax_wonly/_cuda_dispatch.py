@@ -27,6 +27,7 @@ _TILE_OUTPUTS = 256  # of the tiled kernel
 _WHOLE = 8  # inputs or outputs that kernels read at once, 16 bytes
 _COPIED_OUTPUTS = 3000  # from which few rows of cotangents are worth copying so that they can (log, 140)
 _COPY_START = 1.5  # microseconds of such a copy, besides its bytes
+_CONVERT_START = 1.5  # and of one of scales to another type
 _DENSE_ODD = 1.6  # how much longer XLA's product takes at least whose inputs or outputs are no whole eights
 STREAM_TOKENS = _cuda_costs.PASS_TOKENS
 _FEW_WAVES = 2  # of a streaming kernel's CTAs, which overlap
@@ -232,6 +233,30 @@ class Product(NamedTuple):
         zeros, half = self.shift_mode == ShiftMode.ZEROS, self.x_dtype == jnp.float16
         floats = self.floats and not self.table
         return _cuda_costs.Scheme(self.bits, ends, zeros, floats, alike, self.split, half, self.table)
+
+
+def mixes_types(p: Product) -> bool:
+    """Whether activations of 16 bits meet scales of the other such type, as those of float16 checkpoints in bfloat16
+    models are: kernels for many tokens take float32 instead.
+    """
+    return not p.split and p.scale_dtype not in (p.x_dtype, jnp.float32)
+
+
+def with_float32_parameters(p: Product) -> Product:
+    shift = jnp.dtype(jnp.float32) if p.floats else p.shift_dtype
+    return p._replace(scale_dtype=jnp.dtype(jnp.float32), shift_dtype=shift)
+
+
+def widened(p: Product) -> Product:
+    """A product whose scales, and float zeros or offsets, become float32 first, exactly, where they are of the other
+    16-bit type than the activations and that is expected to be faster.
+    """
+    if not (mixes_types(p) and isinstance(p.m, int) and p.m > STREAM_TOKENS):
+        return p
+    wide = with_float32_parameters(p)
+    bytes_of_both = p.groups * p.outputs * sum(2 + jnp.dtype(dtype).itemsize for dtype in wide.parameter_types)
+    converting = _CONVERT_START + bytes_of_both / _MEMORY
+    return wide if min(estimate(wide)) + converting < min(estimate(p)) else p
 
 
 def scratch(p: Product, x_batch: int) -> int:
@@ -677,11 +702,11 @@ def transposed_scratch(p: Product, dy_batch: int, parameter_batch: int) -> int:
 
 
 def rounds_transposed_scales(p: Product) -> bool:
-    """Whether float32 scales become bfloat16 before the product of ``p.m`` rows with transposed weights: it then keeps
+    """Whether other scales become bfloat16 before the product of ``p.m`` rows with transposed weights: it then keeps
     weights in registers (``transposed_warpgroup::in_registers`` in ``ffi/cuda/matmul_transposed.cu``), which saves a
     fifth of its time with tens of rows and a tenth with thousands.
     """
-    bfloat16 = jnp.dtype(p.x_dtype) == jnp.bfloat16 and jnp.dtype(p.scale_dtype) == jnp.float32
+    bfloat16 = jnp.dtype(p.x_dtype) == jnp.bfloat16 and jnp.dtype(p.scale_dtype) != jnp.bfloat16
     symmetric = p.shift_mode == ShiftMode.NONE and not p.small_groups
     if not (isinstance(p.m, int) and bfloat16 and symmetric) or (p.bits == 8 and p.m > _REGISTER_TOKENS_OF_EIGHT_BITS):
         return False

@@ -37,6 +37,14 @@ def kernel(p: Product, *, ids: bool) -> str:
     return "ragged_tiled" if tiled else "matmul_stream"
 
 
+def widened(p: Product, *, ids: bool) -> Product:
+    """As ``_cuda_dispatch.widened``: where ``ragged_tiled`` then takes rows that would be streamed."""
+    if not (_cuda_dispatch.mixes_types(p) and isinstance(p.m, int)):
+        return p
+    wide = _cuda_dispatch.with_float32_parameters(p)
+    return wide if (kernel(p, ids=ids), kernel(wide, ids=ids)) == ("matmul_stream", "ragged_tiled") else p
+
+
 def rounds_weights(p: Product, *, ids: bool) -> bool:
     """Whether that kernel rounds weights, or a table, to the type of x."""
     if p.table:

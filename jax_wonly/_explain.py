@@ -245,13 +245,14 @@ def explain(
     product = _cuda_dispatch.Product(m, k, n, batch, bits, *types, groups=weight.scales.shape[-2])
     ids = experts != "sizes"
     if platform == "cuda" and _abi.RAGGED_MATMUL in targets:
+        product = _cuda_experts.widened(product, ids=ids)
         kernel = _cuda_experts.kernel(product, ids=ids)
         rounds = _cuda_experts.rounds_weights(product, ids=ids)
     elif platform == "cuda" and _abi.RAGGED_MATMUL_TRANSPOSED in targets:
         kernel = _cuda_experts.transposed_kernel(product)
     elif platform == "cuda" and not (experts or transpose) and _cuda_dispatch.has_kernels(x.dtype):
         if activation_quantization is None:
-            product = _cuda_dispatch.whole_inputs(product, forced=implementation == "cuda")
+            product = _cuda_dispatch.widened(_cuda_dispatch.whole_inputs(product, forced=implementation == "cuda"))
         kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
         if _abi.MATMUL in targets:
             kernel = _cuda_dispatch.kernel(product)

@@ -1,6 +1,6 @@
 """Slow NumPy definitions, written apart from the package, and the error bounds that results are held to."""
 
-from dataclasses import dataclass
+import dataclasses
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -81,7 +81,7 @@ def quantize(w, bits: int, group_size: int | None, mode: str, scale_dtype):
     return codes, scales[:, 0], None if shift is None else shift[:, 0]
 
 
-@dataclass
+@dataclasses.dataclass
 class Weight:
     """A random quantized weight, and what it stands for in float64."""
 
@@ -191,6 +191,14 @@ def alike(bits: int, group_size: int) -> float:
     mean of ``random_x`` is 0.3.
     """
     return np.sqrt(1 + 0.3**2 * group_size / 2 / 2**bits)
+
+
+def as_kernels_see_it(weight: Weight, dtype) -> Weight:
+    """The weight with its table rounded to the type of x, which is what the fused kernel multiplies exactly."""
+    exact, rounded = (np.asarray(weight.qt.table, t).astype(np.float64) for t in (np.float32, DTYPES[dtype]))
+    codes = np.asarray(jw.unpack(weight.qt.qvalue, 4, weight.qt.k, weight.qt.n))
+    dense = weight.dense * (rounded / exact)[codes]
+    return dataclasses.replace(weight, dense=dense, magnitude=np.abs(dense))
 
 
 def assert_product(

@@ -307,6 +307,23 @@ def test_float_shifts_of_float32(warpgroups):
     assert (4 * fused < dense) == warpgroups
 
 
+def test_scales_of_the_other_type(warpgroups):
+    """They become float32 where a kernel for many tokens takes those, and no others."""
+
+    def types(m, k=4096, n=14336, x=jnp.bfloat16, scales=jnp.float16, mode=ShiftMode.NONE, shift=None, experts=0):
+        p = Product(m, k, n, experts or 1, 4, x, jnp.dtype(scales), mode, shift and jnp.dtype(shift), groups=k // 128)
+        return (_cuda_experts.widened(p, ids=False) if experts else _cuda_dispatch.widened(p)).parameter_types
+
+    half, single = jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
+    assert types(4) == types(64) == types(4096, x=jnp.float16) == types(8, experts=8) == [half]
+    assert types(1024) == types(8192, experts=8) == ([single] if warpgroups else [half])
+    assert types(1024, x=jnp.float32) == [half] and types(1024, scales=jnp.float32) == [single]
+    offsets = {"mode": ShiftMode.OFFSETS, "shift": jnp.float16}
+    assert types(1024, **offsets) == types(256, experts=8, **offsets) == ([single] * 2 if warpgroups else [half] * 2)
+    zeros = types(1024, mode=ShiftMode.ZEROS, shift=jnp.uint8)
+    assert zeros == [single if warpgroups else half, jnp.dtype(jnp.uint8)]
+
+
 def test_float32_scales_of_transposed(warpgroups):
     """Rounded where weights then stay in registers."""
 

@@ -78,6 +78,13 @@ def parameters_alike(scales: jax.Array, rest: Sequence[jax.Array], shift_mode: S
     return scales.astype(types[0]), rest[0].astype(types[1]), *rest[1:]
 
 
+def with_types(scales: jax.Array, rest: Sequence[jax.Array], product) -> tuple[jax.Array, ...]:
+    """Scales and what follows them, of the types that a ``_cuda_dispatch.Product`` has."""
+    types = product.parameter_types
+    shift = tuple(a.astype(dtype) for a, dtype in zip(rest, types[1:], strict=False))
+    return scales.astype(types[0]), *shift, *rest[len(shift) :]
+
+
 def pad_last(a: jax.Array, size: int) -> jax.Array:
     """With zeros after its last axis' numbers, so that it has ``size``."""
     if a.shape[-1] == size:

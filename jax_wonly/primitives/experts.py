@@ -33,6 +33,7 @@ from jax_wonly.primitives._common import (
     make_primitive,
     parameters_alike,
     register_lowerings,
+    with_types,
 )
 from jax_wonly.primitives.experts_sharding import ids_of_sizes, partitioned
 from jax_wonly.primitives.matmul import (
@@ -199,6 +200,18 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
     return y.astype(p.out_dtype)
 
 
+def _widened(x, qw, scales, rows, rest, p: Params) -> tuple[jax.Array, ...]:
+    """Scales and what follows them, as float32 where a faster kernel takes those."""
+    from jax_wonly import _cuda_dispatch, _cuda_experts
+
+    shift, _ = split_rest(rest, p.shift_mode)
+    m, n = _result_shape(x, scales, rows, p)
+    mode = p.shift_mode if p.table is None else ShiftMode.TABLE
+    types = (x.dtype, scales.dtype, mode, shift[0].dtype if shift else None)
+    product = _cuda_dispatch.Product(m, p.k, n, qw.shape[0], p.bits, *types, groups=scales.shape[-2])
+    return with_types(scales, rest, _cuda_experts.widened(product, ids=p.row_mode == RowMode.IDS))
+
+
 def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
     if p.implementation == "dequantize":
@@ -237,6 +250,7 @@ def _native(x, qw, scales, rows, *rest, params: Params, platform: str):
     if _prefers_kernel(x, qw, scales, rows, params, platform):
         if platform == "cuda" and not params.transpose:
             scales, *rest = parameters_alike(scales, rest, params.shift_mode)
+            scales, *rest = _widened(x, qw, scales, rows, rest, params)
         return _kernel(x, qw, scales, rows, *rest, p=params, platform=platform)
     return _via_dense(x, qw, scales, rows, *rest, p=params)
 

@@ -37,6 +37,7 @@ from jax_wonly.primitives._common import (
     pad_last,
     parameters_alike,
     register_lowerings,
+    with_types,
 )
 from jax_wonly.primitives.activations import Activations, Scheme
 from jax_wonly.primitives.matmul_sharding import allow_partitioning, partitioned
@@ -175,25 +176,27 @@ def _product(x, scales, shift, shift_mode: ShiftMode, batch: int, p: Params):
     return _cuda_dispatch.Product(*sizes, p.bits, *types, groups=scales.shape[-2])
 
 
+def _described(x, qw, scales, rest, p: Params):
+    """The same of operands."""
+    shift, _ = split_rest(rest, p.shift_mode)
+    mode = p.shift_mode if p.table is None else ShiftMode.TABLE
+    return _product(x, scales, shift, mode, _result_shape(x, qw, scales, *rest, p=p)[0], p)
+
+
 def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
     """Whether the fused kernel runs, or the weights are dequantized for a dense product."""
     if p.implementation == "dequantize":
         return False
-    m = x.shape[1]
     if platform != "cuda":
         return True
     from jax_wonly import _cuda_dispatch
 
-    forced = p.implementation == "cuda"
-    shift_mode = p.shift_mode if p.table is None else ShiftMode.TABLE
+    forced, product = p.implementation == "cuda", _described(x, qw, scales, shift, p)
     if p.transpose:
-        batch, *_ = _result_shape(x, qw, scales, *shift, p=p)
-        return _cuda_dispatch.use_transposed_kernel(_product(x, scales, shift, shift_mode, batch, p), forced=forced)
+        return _cuda_dispatch.use_transposed_kernel(product, forced=forced)
     if not _cuda_dispatch.has_kernels(x.dtype, forced=forced):
         return False
-    if forced or not isinstance(m, int):
-        return True
-    return _cuda_dispatch.use_kernel(_product(x, scales, shift, shift_mode, qw.shape[0], p))
+    return forced or not isinstance(product.m, int) or _cuda_dispatch.use_kernel(product)
 
 
 def _evaluate(x, qw, scales, *rest, params: Params, platform: str):
@@ -219,9 +222,13 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
             return activations.kernel(a, qw, scales, *rest, p=p)
         x = _rounded(a, p, platform)
     if platform == "cuda" and not p.transpose:
+        from jax_wonly import _cuda_dispatch
+
         scales, *rest = parameters_alike(scales, rest, p.shift_mode)
         if p.implementation != "dequantize":
             x, p = _whole_inputs(x, qw, scales, rest, p)
+            product = _described(x, qw, scales, rest, p)
+            scales, *rest = with_types(scales, rest, _cuda_dispatch.widened(product))
     if platform == "cuda" and p.transpose and p.implementation != "dequantize":
         x, scales, *rest = _whole_outputs(x, qw, scales, rest, p)
     shift, bias = split_rest(rest, p.shift_mode)
@@ -237,8 +244,7 @@ def _whole_inputs(x, qw, scales, rest, p: Params):
     those: packed weights go on to whole tiles anyway."""
     from jax_wonly import _cuda_dispatch
 
-    shift, _ = split_rest(rest, p.shift_mode)
-    product = _product(x, scales, shift, p.shift_mode, _result_shape(x, qw, scales, *rest, p=p)[0], p)
+    product = _described(x, qw, scales, rest, p)
     k = _cuda_dispatch.whole_inputs(product, forced=p.implementation == "cuda").k
     return pad_last(x, k), p._replace(k=k)
 
@@ -248,8 +254,7 @@ def _whole_outputs(dy, qw, scales, shift, p: Params):
     behind: packed weights go on to whole tiles anyway."""
     from jax_wonly import _cuda_dispatch
 
-    product = _product(dy, scales, shift, p.shift_mode, _result_shape(dy, qw, scales, *shift, p=p)[0], p)
-    n = _cuda_dispatch.whole_outputs(product).n
+    n = _cuda_dispatch.whole_outputs(_described(dy, qw, scales, shift, p)).n
     return tuple(pad_last(a, n) for a in (dy, scales, *shift))
 
 
@@ -258,8 +263,7 @@ def _takes_shift_apart(x, qw, scales, shift, p: Params, platform: str) -> bool:
         return False
     from jax_wonly import _cuda_dispatch
 
-    product = _product(x, scales, shift, p.shift_mode, _result_shape(x, qw, scales, *shift, p=p)[0], p)
-    return _cuda_dispatch.transposed_shift_apart(product)
+    return _cuda_dispatch.transposed_shift_apart(_described(x, qw, scales, shift, p))
 
 
 def _with_shift_apart(dy, qw, scales, shift, p: Params, platform: str) -> jax.Array:

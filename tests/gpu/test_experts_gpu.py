@@ -16,6 +16,7 @@ from experts_cases import (
 from reference import DTYPES, MODES, UNITS, Weight, random_weight, random_x, rounding
 
 import jax_wonly as jw
+from jax_wonly import _cuda_dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -205,6 +206,19 @@ def test_few_rows(rng, mode, dtype):
         ids = rng.integers(-1, experts + 1, (len(few), 4)).astype(np.int32)
         y = jw.gather_matmul(few, weight.qt, jnp.asarray(ids), implementation="cuda", **epilogue)
         assert_rows(y, few, weight, ids, implementation="cuda", **epilogue)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", [*MODES, "table"])
+def test_scales_of_the_other_type(rng, mode, dtype):
+    """Many rows of an expert take them as float32, and then tiles."""
+    other = {"float16": "bfloat16", "bfloat16": "float16"}[dtype]
+    weight = random_weight(rng, 512, 264, group_size=64, mode=mode, scale_dtype=other, lead=(3,))
+    for rows in (2, 1500):
+        x, (sizes, ids) = random_x(rng, (rows, 512), dtype), sizes_of(rng, 3, rows)
+        assert_rows(jw.ragged_dot(x, weight.qt, jnp.asarray(sizes)), x, weight, ids)
+    if _cuda_dispatch.has_warpgroups():
+        assert jw.explain(x, weight.qt, experts=True, platform="cuda").kernel == "ragged_tiled"
 
 
 def test_scales_of_any_size(rng):

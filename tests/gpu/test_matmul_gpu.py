@@ -15,7 +15,16 @@ from matmul_cases import (
     check_zero_scales,
     rounds_weights,
 )
-from reference import DTYPES, MODES, assert_product, random_weight, random_x, repeated, rounding
+from reference import (
+    DTYPES,
+    MODES,
+    as_kernels_see_it,
+    assert_product,
+    random_weight,
+    random_x,
+    repeated,
+    rounding,
+)
 
 import jax_wonly as jw
 from jax_wonly import _cuda_dispatch
@@ -274,6 +283,26 @@ def test_many_rows(rng, bits, mode, x_dtype, group_size):
     y = product(x, weight.qt)
     assert_product(y, x, weight, activation="relu", rounded_weights=True)
     np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (y, product(x, weight.qt))))
+
+
+@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("bits", "mode"), [*((bits, mode) for bits in (4, 8) for mode in MODES), (4, "table")])
+def test_scales_of_the_other_type(rng, bits, mode, x_dtype):
+    """Those of float16 checkpoints in bfloat16 models: few tokens take them as they are, many as float32."""
+    other = {"float16": "bfloat16", "bfloat16": "float16"}[x_dtype]
+    group_size = int(rng.choice([32, 64, 128]))
+    weight = random_weight(rng, 1152, 4360, bits=bits, group_size=group_size, mode=mode, scale_dtype=other)
+    bias = random_x(rng, (4360,))
+    product = jax.jit(lambda x, qt: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
+    for m in (3, 40, 1100):
+        x = random_x(rng, (m, 1152), x_dtype)
+        y = product(x, weight.qt)
+        exact = as_kernels_see_it(weight, x_dtype) if mode == "table" else weight
+        rounded = rounds_weights("cuda", x, weight.qt)
+        assert_product(y, x, exact, bias=bias, activation="relu", rounded_weights=rounded)
+        np.testing.assert_array_equal(y, product(x, weight.qt))
+    if _cuda_dispatch.has_warpgroups():
+        assert jw.explain(x, weight.qt, platform="cuda").kernel == "matmul_tiled"
 
 
 @pytest.mark.parametrize("implementation", ["xla", "dequantize"])

@@ -7,21 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_cases import assert_rows, sizes_of
-from reference import DTYPES, UNITS, assert_product, random_weight, random_x
+from reference import DTYPES, UNITS, as_kernels_see_it, assert_product, random_weight, random_x
 
 import jax_wonly as jw
 
 pytestmark = pytest.mark.gpu
 
 SIXTEEN_BITS = ("float16", "bfloat16")
-
-
-def as_kernels_see_it(weight, dtype):
-    """The weight with its table rounded to the type of x, which is what the fused kernel multiplies exactly."""
-    exact, rounded = (np.asarray(weight.qt.table, t).astype(np.float64) for t in (np.float32, DTYPES[dtype]))
-    codes = np.asarray(jw.unpack(weight.qt.qvalue, 4, weight.qt.k, weight.qt.n))
-    dense = weight.dense * (rounded / exact)[codes]
-    return dataclasses.replace(weight, dense=dense, magnitude=np.abs(dense))
 
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)
