@@ -233,7 +233,7 @@ def test_experts_on_cuda(monkeypatch):
     assert kernels(8 * 8 - 1, 8 * 8, n=1001) == kernels(8 * 8 - 1, 8 * 8, mode="nf4") == [stream, tall]
     assert kernels(1, 4096, mode="nf4") == [stream, tall]
     assert kernels(1, 4096, mode="nf4", dtype=jnp.float32) == [stream, stream]
-    assert kernels(8, 8 * 40, dtype=jnp.float16, n=1001) == [stream, stream]
+    assert kernels(8, 8 * 40, dtype=jnp.float16, n=1001) == [stream, tall]  # scales of another type
     assert kernels(7, 8, 8 * 400, dtype=jnp.float32) == [stream, flat, flat]
     for options in ({"n": 1001}, {"mode": "offsets"}, {"mode": "float_zeros"}):
         assert kernels(8, 8 * 40, dtype=jnp.float32, **options) == [stream, stream]
