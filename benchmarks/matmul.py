@@ -3,7 +3,7 @@
     python benchmarks/matmul.py [--suite decode large schemes shapes] [--output FILE] [--append]
     python benchmarks/matmul.py --suite every     every number of tokens, about a second each, into a file of its own
     python benchmarks/matmul.py --suite batch     eight weights at once, into a file of its own
-    python benchmarks/matmul.py --suite scales    float32 scales with bfloat16 activations, into a file of its own
+    python benchmarks/matmul.py --suite scales    scales of other types than the activations, into a file of its own
     python benchmarks/matmul.py --suite small     layers of small models, into a file of its own
     python benchmarks/matmul.py --suite few       heads of few outputs, into a file of its own
     python benchmarks/matmul.py --suite odd       numbers of outputs that are no multiple of 8, into a file of its own
@@ -82,9 +82,14 @@ SUITES = {
             {"bits": 8, "group_size": None},
         )
     ]
-    + [case(k, n, m, bits=8) for k, n in TABLE for m in (1, 16) if (k, n) != (8192, 8192)]
-    + [case(8192, 8192, m, dtype="float32") for m in (1, 4, 8, 16, 64, 256, 1024)]
-    + [case(8192, 8192, m, dtype="float32", mode="offsets") for m in (1, 16, 64, 256, 1024)],
+    + [case(k, n, m, bits=8) for k, n in TABLE for m in (1, 16) if (k, n) != (8192, 8192)],
+    "float32": [case(8192, 8192, m, dtype="float32") for m in (1, 4, 8, 16, 64, 256, 1024)]
+    + [case(8192, 8192, m, dtype="float32", mode="offsets") for m in (1, 8, 16, 64, 256, 1024)]
+    + [
+        case(k, n, m, group_size=64, mode="nf4", dtype="float32")
+        for k, n in TABLE[1:3]
+        for m in (1, 8, 16, 64, 128, 512, 1024)
+    ],
     "shapes": [case(k, n, m) for k, n in OTHERS for m in (1, 4, 8, 16, 64)]
     + [case(4096, 14336, m) for m in (3, 5, 17, 24, 48, 96)]
     + [case(k, n, m) for k, n in WIDE for m in (48, 96, 128, 150, 192)]
@@ -92,19 +97,20 @@ SUITES = {
     + [case(4128, 4096, m, group_size=32) for m in (1, 16)],
     "batch": [case(4096, 4096, m) | {"batch": 8} for m in (1, 8, 16, 64)],
     "scales": [
-        case(8192, 8192, m, mode=mode) | {"scale_dtype": "float32"}
-        for mode, tokens in (
-            ("symmetric", (1, 4, 8, 16, 64, 128, 256, 512, 1024, 4096)),
-            ("offsets", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
-            ("float_zeros", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
+        case(8192, 8192, m, mode=mode) | {"scale_dtype": scale_dtype}
+        for mode, scale_dtype, tokens in (
+            ("symmetric", "float32", (1, 4, 8, 16, 64, 128, 256, 512, 1024, 4096)),
+            ("offsets", "float32", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
+            ("float_zeros", "float32", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
+            ("symmetric", "float16", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
+            ("offsets", "float16", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
         )
         for m in tokens
     ],
     "tables": [
         case(k, n, m, group_size=64, mode="nf4") for k, n in TABLE[1:3] for m in (1, 8, 16, 64, 128, 512, 1024, 4096)
     ]
-    + [case(8192, 8192, m, group_size=64) for m in (4, 8)]
-    + [case(k, n, m, group_size=64, mode="nf4", dtype="float32") for k, n in TABLE[1:3] for m in (1, 8, 16, 64)],
+    + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "small": [case(k, n, m) for k, n in SMALL for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048)],
     "few": [case(k, n, m) for k, n in FEW for m in (1, 16, 64, 256, 1024, 4096)],
     # Each beside whole sixteens of outputs.
@@ -149,7 +155,7 @@ def main() -> None:
             parser.error(f"--suite: {', '.join(args.suite)} have results in several files; accepted: those of one")
         args.output = RESULTS / files.pop()
 
-    identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m", "batch")
+    identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m", "batch", "scales")
     rows = kept_rows(args.output, args.append, identity)
     cases = [options for suite in args.suite for options in SUITES[suite]]
     dense_cache: dict = {}

@@ -123,9 +123,10 @@ class Stream(NamedTuple):
     float32: float  # the same for float32 activations
     few_float32: float  # and for those of one tile
     small_groups_float32: float  # what is left of either with groups of 32 and 64
-    shifted_float32: list  # with float zeros or offsets: up to so many tokens, and the bytes
+    shifted_float32: list  # with float zeros or offsets: up to so many tokens, the start, and the bytes
     small_groups_shifted_float32: float  # what is left of those
-    table_float32: list  # as shifted_float32, with a table
+    table: list  # as shifted_float32, with a table
+    table_float32: list
     wave: float  # of CTAs, where several passes over few outputs make more than one
 
 
@@ -263,7 +264,8 @@ def warpgroup_times(
     choices = [
         (shape, (ends - 1) * shape.group + ends * shape.sum * scheme.floats)
         for shape in costs.shapes
-        if not (costs.rounded and scheme.rounds(shape.tokens)) and (scheme.plain or scheme.split or shape.sum)
+        if not (costs.rounded and scheme.rounds(shape.tokens))
+        and (scheme.plain or scheme.split or scheme.table or shape.sum)
     ]
     choices += [
         (
@@ -387,15 +389,17 @@ def stream_waves(m: int, n: int, batch: int, table: bool, newest: bool, multipro
 
 def stream_time(m: int, weights: float, scheme: Scheme, costs: Stream) -> float:
     """Of ``matmul_stream``, for so many bytes of codes."""
-    rate = costs.bytes
-    if scheme.split and (scheme.table or scheme.floats):
+    start, rate = costs.start, costs.bytes
+    if scheme.table and not scheme.split:
+        start, rate = next((row for tokens, *row in costs.table if m <= tokens), (start, rate))
+    elif scheme.split and (scheme.table or scheme.floats):
         rates = costs.table_float32 if scheme.table else costs.shifted_float32
-        rate = next((rate for tokens, rate in rates if m <= tokens), rates[-1][1])
+        start, rate = next((row for tokens, *row in rates if m <= tokens), rates[-1][1:])
         rate *= costs.small_groups_shifted_float32 if scheme.ends > 1 and not scheme.table else 1.0
     elif scheme.split:
         rate = costs.few_float32 if m <= costs.tokens else costs.float32
         rate *= costs.small_groups_float32 if scheme.ends > 1 else 1.0
-    return costs.start + -(-m // PASS_TOKENS) * weights / rate
+    return start + -(-m // PASS_TOKENS) * weights / rate
 
 
 def _ceil(a: int, b: int) -> int:

@@ -63,8 +63,9 @@ _ALIGNED_ROWS_START, _ALIGNED_ROWS_BYTES = SM90["aligned_rows"]["start"], SM90["
 _DECODE = _cuda_costs.Decode(**SM90["decode"])
 _STREAM = _cuda_costs.Stream(**SM90["stream"])
 _RESIDENT, _SPLIT_RESIDENT = (_cuda_costs.resident_of(SM90, name) for name in ("resident", "split_resident"))
-_WARPGROUPS, _SPLIT_WARPGROUPS, _SPLIT_TABLE, _CONV_WARPGROUPS = (
-    _cuda_costs.warpgroups_of(SM90[name]) for name in ("warpgroup", "split_warpgroup", "split_table", "conv_warpgroup")
+_WARPGROUPS, _TABLE_WARPGROUPS, _CONV_WARPGROUPS, _SPLIT_WARPGROUPS, _SPLIT_TABLE = (
+    _cuda_costs.warpgroups_of(SM90[name])
+    for name in ("warpgroup", "table_warpgroup", "conv_warpgroup", "split_warpgroup", "split_table")
 )
 _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = SM90["tiled"]["tokens"], SM90["tiled"]["tokens_of_small_groups"]
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (SM90["tiled"]["costs"], SM90["table"], SM90["conv"]))
@@ -314,7 +315,7 @@ def warpgroup_kernel(p: Product) -> bool:
     """As ``warpgroup::supports`` in ``ffi/cuda/matmul_warpgroup.cu``, which has the last word."""
     rows = all(p.row * jnp.dtype(dtype).itemsize % 16 == 0 for dtype in p.parameter_types)
     aligned = p.k % 8 == 0 and (p.groups <= 1 or rows)
-    return has_warpgroups() and aligned and (p.split or not p.table)
+    return has_warpgroups() and aligned
 
 
 def _aligned_row(p: Product) -> int:
@@ -350,7 +351,7 @@ def tiled_kernel(p: Product) -> bool:
 
 def _least_tiled_tokens(p: Product) -> int:
     """Below which ``matmul_tiled`` is never taken."""
-    if not warpgroup_kernel(p):
+    if not warpgroup_kernel(p) or p.table:
         return STREAM_TOKENS + 1
     return _TILED_TOKENS if p.bits == 4 and not p.small_groups else _TILED_TOKENS_OF_SMALL_GROUPS
 
@@ -362,7 +363,8 @@ def _mma_kernel(p: Product) -> bool:
 
 
 def _warpgroup_times(p: Product):
-    costs = _WARPGROUPS if not p.split else _SPLIT_TABLE if p.table else _SPLIT_WARPGROUPS
+    of_tables, others = (_SPLIT_TABLE, _SPLIT_WARPGROUPS) if p.split else (_TABLE_WARPGROUPS, _WARPGROUPS)
+    costs = of_tables if p.table else others
     scheme = (_aligned(p) or p).scheme
     before = _ALIGNED_ROWS_START + 4 * _aligned_scratch(p) / _ALIGNED_ROWS_BYTES if _aligns(p) else 0.0
     times = _cuda_costs.warpgroup_times(max(p.m, 1), p.k, p.n, p.batch, scheme, _gpu()[1], costs)
@@ -455,12 +457,12 @@ def kernel(p: Product) -> str:
     wide = p.bits == 8 and p.batch * -(-p.n // TILE_N) > _gpu()[1]
     aligned = _aligned(p)
     by_warpgroups = aligned is not None
-    always = aligned is not None and (p.small_groups or aligned.plain or p.split or (p.floats and resident))
+    always = aligned is not None and (p.small_groups or aligned.plain or p.split or p.table or (p.floats and resident))
     streamed = p.m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if by_warpgroups and not streamed:
         other = _warpgroup(p)
-        if p.split and not _aligns(p) and p.m <= STREAM_TOKENS and _stream(p) <= other:
+        if (p.split or p.table) and not _aligns(p) and p.m <= STREAM_TOKENS and _stream(p) <= other:
             return "matmul_stream"
     elif not streamed:
         other = _stream(p)
@@ -468,7 +470,8 @@ def kernel(p: Product) -> str:
         return "matmul_resident"
     if not streamed:
         # With a table another pass takes longer in any case.
-        if p.m >= _least_tiled_tokens(p) and tiled_kernel(p) and (p.table or _tiled(p) < other):
+        least = other if by_warpgroups or not p.table else math.inf
+        if p.m >= _least_tiled_tokens(p) and tiled_kernel(p) and _tiled(p) < least:
             return "matmul_tiled"
         if by_warpgroups:
             return "matmul_warpgroup"
@@ -498,7 +501,7 @@ def estimate(p: Product) -> tuple[float, float]:
     dense += _DENSE_START + dense_bytes / _MEMORY
     aligned = _aligned(p)
     fused = math.inf if aligned is None else _warpgroup(p)
-    if aligned is None or (p.split and aligned is p and p.m <= STREAM_TOKENS):
+    if aligned is None or ((p.split or p.table) and aligned is p and p.m <= STREAM_TOKENS):
         fused = min(fused, _stream(p))
     if tiled_kernel(p):
         fused = min(fused, _tiled(p))

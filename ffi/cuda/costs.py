@@ -59,8 +59,9 @@ def header() -> str:
             f"inline constexpr float kStreamFloat32 = {number(newer['stream']['float32'])};\n",
             f"inline constexpr float kStreamFewFloat32 = {number(newer['stream']['few_float32'])};\n",
             f"inline constexpr float kStreamSmallGroupsFloat32 = {number(newer['stream']['small_groups_float32'])};\n",
-            "struct StreamRate {\n  int64_t tokens;\n  float bytes;\n};\n",
+            "struct StreamRate {\n  int64_t tokens;\n  float start, bytes;\n};\n",
             array("StreamRate", "kStreamShiftedFloat32", newer["stream"]["shifted_float32"]),
+            array("StreamRate", "kStreamTable", newer["stream"]["table"]),
             array("StreamRate", "kStreamTableFloat32", newer["stream"]["table_float32"]),
             "inline constexpr float kStreamSmallGroupsShiftedFloat32 = "
             f"{number(newer['stream']['small_groups_shifted_float32'])};\n",
@@ -75,6 +76,7 @@ def header() -> str:
             f"inline constexpr int64_t kTiledTokensOfSmallGroups = {newer['tiled']['tokens_of_small_groups']};\n",
             of_warpgroups("kWarpgroup", newer["warpgroup"]),
             of_warpgroups("kSplitWarpgroup", newer["split_warpgroup"]),
+            of_warpgroups("kTableWarpgroup", newer["table_warpgroup"]),
             of_warpgroups("kSplitTable", newer["split_table"]),
             f"inline constexpr resident::Costs kResident{row(newer['resident']['costs'].values())};\n",
             f"inline constexpr resident::Costs kSplitResident{row(newer['split_resident']['costs'].values())};\n",

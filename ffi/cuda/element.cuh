@@ -53,6 +53,16 @@ __device__ __forceinline__ uint32_t from_float2(float low, float high) {
   }
 }
 
+// And back.
+template <typename X>
+__device__ __forceinline__ float2 to_floats(uint32_t pair) {
+  if constexpr (std::is_same_v<X, __nv_bfloat16>) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  }
+}
+
 // What a float32 is beyond the bf16 number in its upper half. It is exactly the sum of three such numbers, split by
 // truncation: 24 = 8 + 8 + 8 bits.
 __device__ __forceinline__ float beyond_bf16(float value) {

@@ -63,25 +63,28 @@ constexpr int64_t kStreamPass = 16;
 constexpr int64_t kFewWaves = 2;  // which overlap
 float stream_us(const MatmulArgs& args, const Device& device) {
   const int64_t passes = ceil_div(args.m, kStreamPass), bytes = passes * args.batch * args.n * args.k * args.bits / 8;
-  float rate = costs::kStreamBytes, wave = costs::kStreamWave;
+  const bool table = args.shift_mode == ShiftMode::kTable;
+  float start = costs::kStreamStart, rate = costs::kStreamBytes, wave = costs::kStreamWave;
+  const auto take = [&](const auto& rates) {
+    for (const costs::StreamRate& of : rates) {
+      start = of.start, rate = of.bytes;
+      if (args.m <= of.tokens) break;
+    }
+  };
   if (args.x_dtype == DType::kF32) {
     const bool small = has_small_groups(args);
     rate = args.m <= costs::kStreamTokens ? costs::kStreamFewFloat32 : costs::kStreamFloat32;
     if (small) rate *= costs::kStreamSmallGroupsFloat32, wave /= costs::kStreamSmallGroupsFloat32;
-    const auto take = [&](const auto& rates) {
-      for (const costs::StreamRate& of : rates) {
-        rate = of.bytes;
-        if (args.m <= of.tokens) break;
-      }
-    };
-    if (args.shift_mode == ShiftMode::kTable) {
+    if (table) {
       take(costs::kStreamTableFloat32);
     } else if (has_float_shift(args)) {
       take(costs::kStreamShiftedFloat32);
       if (small) rate *= costs::kStreamSmallGroupsShiftedFloat32;
     }
+  } else if (table && passes == 1) {
+    take(costs::kStreamTable);
   }
-  const float us = costs::kStreamStart + static_cast<float>(bytes) / rate;
+  const float us = start + static_cast<float>(bytes) / rate;
   if (passes == 1) return us;
   const stream::Config config = stream_config(args, device);
   const int64_t ctas = args.batch * ceil_div(args.n, config.atoms * kAtomN) * config.cluster;
@@ -170,21 +173,20 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const bool odd_rows = device.architecture == 90 && has_odd_rows(args), aligns = odd_rows && aligns_rows(args);
   const MatmulArgs aligned = aligns ? aligned_rows::after(args) : args;  // what matmul_warpgroup takes
   bool by_warpgroups = warpgroup::supports(aligned);
-  const bool always = by_warpgroups && (small_groups || splits || warpgroup::is_plain(aligned) ||
+  const bool table = args.shift_mode == ShiftMode::kTable;
+  const bool always = by_warpgroups && (small_groups || splits || table || warpgroup::is_plain(aligned) ||
                                         (has_float_shift(args) && resident::supports(args)));
   const bool streamed = device.architecture != 90 || (args.m <= costs::kStreamTokens && !wide && !always);
   warpgroup::Config warpgroups{};
-  const bool table = args.shift_mode == ShiftMode::kTable;
-  const warpgroup::Costs& of_warpgroups = !splits ? costs::kWarpgroup
-                                          : table ? costs::kSplitTable
-                                                  : costs::kSplitWarpgroup;
+  const warpgroup::Costs& of_warpgroups = splits ? (table ? costs::kSplitTable : costs::kSplitWarpgroup)
+                                                 : (table ? costs::kTableWarpgroup : costs::kWarpgroup);
   float us = streamed        ? 0.f
              : by_warpgroups ? warpgroup::choose(aligned, device.multiprocessors, of_warpgroups, &warpgroups)
                              : stream_us(args, device);
   if (aligns) {
     us += costs::kAlignedRowsStart + static_cast<float>(aligned_rows::bytes(args)) / costs::kAlignedRowsBytes;
   }
-  if (splits && !aligns && args.m <= kStreamPass && us >= stream_us(args, device)) by_warpgroups = false;
+  if ((splits || table) && !aligns && args.m <= kStreamPass && us >= stream_us(args, device)) by_warpgroups = false;
   if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
     resident::Config config{};
     const int shared_bytes = shared_share(device, 1);
@@ -195,13 +197,13 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
-    if (args.m >= (by_warpgroups && !aligns ? least : kStreamPass + 1) && tiled::supports(args)) {
+    if (args.m >= (by_warpgroups && !aligns && !table ? least : kStreamPass + 1) && tiled::supports(args)) {
       tiled::Config tiles{};
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
       const tiled::Costs& of_tiles = table ? costs::kTable : costs::kTiled;
       const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
       // With a table another pass takes longer in any case.
-      if (table || tiled_us < us) return tiled::launch(args, tiles, stream);
+      if ((table && !by_warpgroups) || tiled_us < us) return tiled::launch(args, tiles, stream);
     }
     if (by_warpgroups) {
       const cudaError_t error = aligns ? aligned_rows::launch(args, stream) : cudaSuccess;

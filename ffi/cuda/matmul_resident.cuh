@@ -43,7 +43,6 @@ namespace wonly::resident {
 
 using warpgroup::Convert;
 using warpgroup::convert_half;
-using warpgroup::to_floats;
 
 constexpr int kReceivedAt = 512;             // in the kilobyte of barriers: that of the cluster's sums
 constexpr int kCopiedAt = 256;               // and those of pieces of float32 activations before they are split

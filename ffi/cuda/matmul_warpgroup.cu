@@ -32,7 +32,7 @@ bool supports(const MatmulArgs& args) {
   const bool aligned_shifts =
       args.groups == 1 || !shifted || args.parameter_row * element_size(args.shift_dtype) % 16 == 0;
   if (!aligned || !aligned_scales) return false;
-  if (args.shift_mode == ShiftMode::kTable ? args.x_dtype != DType::kF32 : !aligned_shifts) return false;
+  if (args.shift_mode != ShiftMode::kTable && !aligned_shifts) return false;
   return args.x_dtype != DType::kF32 || split_rows(args) > 0;
 }
 
@@ -60,7 +60,8 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const int log2 = log2_group_blocks(args);
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
   const bool sums = has_float_shift(args);
-  const bool any_shape = is_plain(args) || args.x_dtype == DType::kF32;
+  const bool table = args.shift_mode == ShiftMode::kTable;
+  const bool any_shape = is_plain(args) || args.x_dtype == DType::kF32 || table;
   const bool alike = args.x_dtype != DType::kF32 && (is_plain(args) || rounds(args, kMostTokens));
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;

@@ -16,8 +16,9 @@
 // what multiplies them. From 64 tokens on that is one more product, of the sums and of zeros in units of the scale,
 // both as bf16 numbers that add up to a float32. Sums of float32 activations come with their pieces.
 //
-// With a table float32 activations meet its numbers, each two of fp16 too, in units of a power of two that the largest
-// one sets. Pairs of codes look up pairs of them in shared memory, where every lane has a table of its own.
+// With a table pairs of codes look up pairs of its numbers in shared memory, where every lane has a table of its own.
+// They are rounded to the type of the activations, or, for float32 ones, two of fp16 each too, in units of a power of
+// two that the largest one sets.
 //
 // CTAs of a cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's
 // result does not depend on the others of a call; the size of the cluster, and with it the order of its sums, and
@@ -63,8 +64,7 @@ constexpr int kOnesBytes = 128;      // each 8 columns of 8 inputs
 static_assert((3 * kMaxStages + 1) * 8 <= kOnesAt && kOnesAt + 4 * kOnesBytes <= kBarrierBytes);
 constexpr int kMultiprocessorBytes = 228 << 10;
 constexpr int kPiecesBytes = 16;  // of a number as an operand's row of 8 inputs
-constexpr int kTablePairs = 256;  // of a table's numbers, and the bytes of one for all lanes: its first pieces, and
-constexpr int kTableStride = 2 * 32 * 4;  // its second ones
+constexpr int kTablePairs = 256;  // of a table's numbers
 using ptx::kArrivals;
 
 // What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 80).
@@ -76,7 +76,7 @@ enum class Kind {
   // copied as those of kPlain.
   kRounded,          // offsets or none
   kRoundedAndZeros,  // zeros, also uint8
-  kTable,            // of float32 activations and four bits; scales of any type
+  kTable,            // of four bits; scales of any type
 };
 
 struct Params {
@@ -137,9 +137,9 @@ struct Shape {
   static constexpr bool kPlain = kKind == Kind::kPlain || kRounded, kSums = kKind == Kind::kSums;
   static constexpr bool kAnyScales = !kPlain || Source::kWindows;  // not of the activations' type alone
   static constexpr bool kTable = kKind == Kind::kTable;
-  static constexpr bool kRepeats = kSums || kTable;                     // what is not finite
-  static constexpr bool kMakesSums = kSums && Source::kPieces == 1;     // others are copied
-  static constexpr bool kMultipliesSums = kMakesSums && kTokens >= 64;  // on tensor cores
+  static constexpr bool kRepeats = kSums || (kTable && Source::kPieces > 1);  // what is not finite
+  static constexpr bool kMakesSums = kSums && Source::kPieces == 1;           // others are copied
+  static constexpr bool kMultipliesSums = kMakesSums && kTokens >= 64;        // on tensor cores
   static constexpr int kRows = kWarpgroups * kTileN;
   static constexpr bool kShares = shares_inputs(kWarpgroups);
   // Half of a stage's activations are multiplied before the other half has come, which is felt at the first stage. Not
@@ -198,7 +198,7 @@ struct Shape {
   static constexpr int kFactorsAt = kSumsAt + kSumBytes;
   static constexpr int kFloatsAt = kFactorsAt + kFactorBytes;
   static constexpr int kStageBytes = (kFloatsAt + kFloatBytes + 1023) / 1024 * 1024;
-  static constexpr int kTableBytes = kTable ? kTablePairs * kTableStride : 0;
+  static constexpr int kTableBytes = kTable ? kTablePairs * Source::kPieces * 32 * 4 : 0;  // of every lane's
   static constexpr int kFit =
       (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes - kTableBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
@@ -277,9 +277,11 @@ __device__ __forceinline__ void convert_half(uint32_t low, uint32_t high, uint32
     a[0][3] = C::fma(h[1], C::kFactor, zero_high);
   }
 }
-// The same of numbers that pairs of codes look up, and of what those are beyond fp16.
+// The same of numbers that pairs of codes look up, and, of two pieces, of the second ones.
+template <int kPieces>
 __device__ __forceinline__ void look_up_half(uint32_t low, uint32_t high, const uint8_t* table, uint32_t lane,
                                              uint32_t (*first)[4], uint32_t (*second)[4]) {
+  constexpr int kLog2Stride = kPieces == 1 ? 7 : 8;  // of a pair's numbers for all lanes
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t word = i == 0 ? low : high;
@@ -288,45 +290,43 @@ __device__ __forceinline__ void look_up_half(uint32_t low, uint32_t high, const 
                                (word >> 4 & 0x0f0fu) | (word >> 16 & 0xf0f0u)};
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const uint32_t at = (pair < 2 ? bytes[pair % 2] << 8 : bytes[pair % 2]) & 0xff00u;
+      const uint32_t of_pair = bytes[pair % 2];
+      const uint32_t at = (pair < 2 ? of_pair << kLog2Stride : of_pair >> (8 - kLog2Stride)) & 0xffu << kLog2Stride;
       const uint32_t* const from = reinterpret_cast<const uint32_t*>(table + (at | lane * 4));
       first[pair / 2][pair % 2 * 2 + i] = from[0];
-      second[pair / 2][pair % 2 * 2 + i] = from[32];
+      if (kPieces > 1) second[pair / 2][pair % 2 * 2 + i] = from[32];
     }
   }
 }
 // The table for that, by as many threads as there are pairs. Returns what undoes its power of two.
+template <typename X, int kPieces>
 __device__ __forceinline__ float prepare_table(const float* numbers, uint8_t* to, int pair) {
-  static_assert(kTableStride == 1 << 8);
-  uint32_t largest = 0;
+  const float2 both = {__ldg(numbers + pair % 16), __ldg(numbers + pair / 16)};
+  uint32_t first = 0, second = 0;
+  float undo = 1.f;
+  if constexpr (kPieces == 1) {
+    first = from_float2<X>(both.x, both.y);
+  } else {
+    uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float4 four = __ldg(reinterpret_cast<const float4*>(numbers) + i);
-    for (const float value : {four.x, four.y, four.z, four.w}) largest = larger_finite(largest, value);
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = __ldg(reinterpret_cast<const float4*>(numbers) + i);
+      for (const float value : {four.x, four.y, four.z, four.w}) largest = larger_finite(largest, value);
+    }
+    const uint32_t power = split_power(largest);
+    const float up = split_factor(power);
+    const float2 left = beyond_fp16({both.x * up, both.y * up}, &first);
+    second = from_float2<__half>(left.x, left.y);
+    undo = split_undo(power);
   }
-  const uint32_t power = split_power(largest);
-  const float up = split_factor(power);
-  uint32_t first;
-  const float2 left = beyond_fp16({__ldg(numbers + pair % 16) * up, __ldg(numbers + pair / 16) * up}, &first);
-  const uint32_t second = from_float2<__half>(left.x, left.y);
-  uint32_t* const of_pair = reinterpret_cast<uint32_t*>(to + pair * kTableStride);
+  uint32_t* const of_pair = reinterpret_cast<uint32_t*>(to) + pair * kPieces * 32;
 #pragma unroll 4
   for (int i = 0; i < 32; ++i) {
     const int lane = (i + pair) % 32;  // in another bank for every thread of a warp
     of_pair[lane] = first;
-    of_pair[32 + lane] = second;
+    if (kPieces > 1) of_pair[32 + lane] = second;
   }
-  return split_undo(power);
-}
-
-// Two neighbours in a register.
-template <typename X>
-__device__ __forceinline__ float2 to_floats(uint32_t pair) {
-  if constexpr (Convert<X>::kBf16) {
-    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-  } else {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  }
+  return undo;
 }
 
 // The same of weights that are rounded. With zeros the codes less those are rounded first.
@@ -924,7 +924,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     if constexpr (S::kTable) {
       static_assert(S::kWarpgroups * 128 == kTablePairs);
       const float* const numbers = static_cast<const float*>(args.shift) + batch * args.shift_batch_stride;
-      unscale = prepare_table(numbers, table, threadIdx.x);
+      unscale = prepare_table<X, S::Source::kPieces>(numbers, table, threadIdx.x);
       asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
     }
     float scale[2], shift[2];
@@ -946,7 +946,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
 
     float acc[S::kTokens / 2] = {}, part[S::kTwoSums ? 1 : S::kColumns / 2];
-    uint32_t codes[2][S::kUnitSteps][4], seconds[2][S::kTable ? S::kUnitSteps : 1][4];  // and what is beyond fp16
+    constexpr bool kSeconds = S::kTable && S::Source::kPieces > 1;  // what numbers of a table are beyond fp16
+    uint32_t codes[2][S::kUnitSteps][4], seconds[2][kSeconds ? S::kUnitSteps : 1][4];
     constexpr int kVectorSteps = S::kBits == 4 ? 4 : 2;     // steps of 16 inputs that one 16-byte vector of words holds
     constexpr bool kShared = S::kUnitSteps < kVectorSteps;  // by two units
     uint4 words[kShared ? 1 : S::kUnitSteps / kVectorSteps];
@@ -1033,8 +1034,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         for (int step = 0; step < S::kUnitSteps; step += 2) {
           const uint4& both = words[kShared ? 0 : step / kVectorSteps];
           const bool second = (unit * S::kUnitSteps + step) / 2 % 2 == 1;
-          look_up_half(second ? both.z : both.x, second ? both.w : both.y, table, lane, to + step,
-                       seconds[unit % 2] + step);
+          look_up_half<S::Source::kPieces>(second ? both.z : both.x, second ? both.w : both.y, table, lane, to + step,
+                                           seconds[unit % 2] + step);
         }
         return;
       }
@@ -1074,7 +1075,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         const uint64_t operand_x = x + ((step / 4 * S::kHalfBytes + step % 4 * 32) >> 4);
         const bool accumulate = S::kRounded || i > 0 || (S::kFlushes == 1 && unit > 0);
         multiply_step<X, S::kColumns>(product, codes[unit % 2][i], operand_x, accumulate);
-        if (S::kTable) multiply_step<X, S::kColumns>(product, seconds[unit % 2][S::kTable ? i : 0], operand_x, true);
+        if (kSeconds) multiply_step<X, S::kColumns>(product, seconds[unit % 2][kSeconds ? i : 0], operand_x, true);
       }
       ptx::wgmma_commit();
     };
@@ -1538,7 +1539,7 @@ cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream
   }
   if constexpr (kKind != Kind::kPlain || kFlushes == 1) {
     if (config.tokens == 64) return launch(t64, two);
-    if constexpr (kKind != Kind::kPlain) {
+    if constexpr (kKind != Kind::kPlain && kKind != Kind::kTable) {
       if (config.tokens == 128) return launch(t128, two);
     }
   }
@@ -1555,9 +1556,12 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   params.stage_groups = log2 == 0 ? 4 : log2 == 1 ? 2 : 1;
   const bool rounded = rounds(args, config.tokens), plain = rounded || is_plain(args);
   const bool zeros = args.shift_mode == ShiftMode::kZeros;
-  const bool sums = has_float_shift(args);
+  const bool sums = has_float_shift(args), table = args.shift_mode == ShiftMode::kTable;
   if (plain && log2 < 0) params.log2_group_blocks = 30;  // every stage has the first group's
   const auto select_kind = [&](auto bits, auto flushes) {
+    if constexpr (bits.value == 4) {
+      if (table) return launch_tokens<X, 4, flushes.value, Kind::kTable>(params, config, stream);
+    }
     return plain  ? launch_tokens<X, bits.value, flushes.value, Kind::kPlain>(params, config, stream)
            : sums ? launch_tokens<X, bits.value, flushes.value, Kind::kSums>(params, config, stream)
                   : launch_tokens<X, bits.value, flushes.value, Kind::kOther>(params, config, stream);

@@ -33,7 +33,6 @@ namespace wonly::ragged_resident {
 
 using warpgroup::Convert;
 using warpgroup::convert_half;
-using warpgroup::to_floats;
 
 constexpr int kBits = 4;
 constexpr int kUnitInputs = tile_k(kBits), kUnitBlocks = kUnitInputs / 32;

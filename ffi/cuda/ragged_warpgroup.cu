@@ -9,7 +9,8 @@ bool supports(const MatmulArgs& args) {
   MatmulArgs any = args;
   any.m = 1;
   if (args.x_dtype == DType::kF32) any.x_dtype = DType::kF16;  // which they become
-  return warpgroup::supports(any) && (!has_float_shift(args) || rounds(args, kLowRows));
+  const bool table = args.shift_mode == ShiftMode::kTable;
+  return !table && warpgroup::supports(any) && (!has_float_shift(args) || rounds(args, kLowRows));
 }
 
 bool rounds(const MatmulArgs& args, int tile_rows) {

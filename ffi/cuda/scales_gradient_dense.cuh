@@ -243,7 +243,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (int j = 0; j < 2 * kTileSteps; ++j) {  // eights of inputs
 #pragma unroll
             for (int output = 0; output < 2; ++output) {
-              add(i * 2 * kTileSteps + j, output, warpgroup::to_floats<X>(codes[j / 2][j % 2 * 2 + output]));
+              add(i * 2 * kTileSteps + j, output, to_floats<X>(codes[j / 2][j % 2 * 2 + output]));
             }
           }
         }

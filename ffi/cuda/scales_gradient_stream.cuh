@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       for (int i = 0; i < S::kTokens / 8; i += 2) {
         uint32_t four[4];
         ptx::load_matrices_transposed(four, dy_from + i * 8 * 128);
-        for (int j = 0; j < 4; ++j) cotangent[i + j / 2][j % 2] = warpgroup::to_floats<X>(four[j]);
+        for (int j = 0; j < 4; ++j) cotangent[i + j / 2][j % 2] = to_floats<X>(four[j]);
       }
       arrive(dy_empty);
       // Behind an entry's last row are those of the next, whose infinities are none of its own.

@@ -44,6 +44,31 @@ def test_rows(rng, m, x_dtype):
         assert_product(y, x, expected, out_dtype="float32", rounded_weights=m > 16, **options)
 
 
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("x_dtype", SIXTEEN_BITS)
+def test_tens_of_rows(rng, x_dtype, group_size):
+    """Pairs of codes looked up in shared memory: scales of any type multiply sums in float32, of all entries and of
+    infinities."""
+    k, n = {32: 1120, 64: 1216, 128: 1152, 256: 4096, None: 1000}[group_size], 4360
+    scale_dtype = str(rng.choice(list(DTYPES)))
+    product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
+    for lead, shared in ((), False), ((3,), bool(rng.integers(2))):
+        weight = random_weight(rng, k, n, group_size=group_size, mode="table", scale_dtype=scale_dtype, lead=lead)
+        exact = as_kernels_see_it(weight, x_dtype)
+        for m in (int(rng.integers(17, 33)), int(rng.integers(33, 65))):
+            x = random_x(rng, (m, k) if shared or not lead else (*lead, m, k), x_dtype)
+            assert jw.explain(x, weight.qt, platform="cuda", implementation="cuda").kernel == "matmul_warpgroup"
+            y = product(x, weight.qt)
+            assert_product(y, x, exact)
+            np.testing.assert_array_equal(*(np.asarray(a).view(np.uint16) for a in (y, product(x, weight.qt))))
+            row, at, value = int(rng.integers(m)), int(rng.integers(k)), float(rng.choice([np.inf, -np.inf, np.nan]))
+            wild = np.asarray(product(x.at[..., row, at].set(value), weight.qt), np.float32)
+            with np.errstate(invalid="ignore"):
+                np.testing.assert_array_equal(wild[..., row, :], value * np.sign(exact.dense[..., at, :]))
+            others = np.arange(m) != row
+            np.testing.assert_array_equal(wild[..., others, :], np.asarray(y, np.float32)[..., others, :])
+
+
 @pytest.mark.parametrize("scale_dtype", ["float32", "x"])
 @pytest.mark.parametrize("x_dtype", SIXTEEN_BITS)
 def test_many_rows(rng, x_dtype, scale_dtype):
