@@ -184,11 +184,15 @@ def _matmul(rng, platform: str) -> Iterator[Case]:
         (8, "symmetric", "float16", None, 140, 1024, 512, None, False),
         (4, "symmetric", "float32", 128, 20, 1024, 1000, "silu", True),
         (8, "integer_zeros", "float32", 32, 600, 256, 528, None, False),
-        (4, "table", "bfloat16", 64, 140, 1024, 512, "relu", True),
-        # What is as wide as these, with rows that the copy engine does not take, is multiplied in tiles.
-        (8, "offsets", "float16", 128, 200, 256, 3070, None, True),
-        (4, "integer_zeros", "bfloat16", 32, 700, 256, 2050, "silu", False),
-        (4, "table", "bfloat16", 64, 400, 512, 2048, None, True),
+        (4, "offsets", "float32", 128, 24, 2048, 1100, "silu", True),
+        (8, "float_zeros", "float32", 64, 70, 1088, 1001, None, False),
+        (4, "table", "bfloat16", 64, 60, 1024, 512, "relu", True),
+        (4, "table", "float16", 32, 24, 1088, 1001, None, False),
+        (4, "table", "float32", 128, 90, 1024, 1000, None, True),
+        # So many are multiplied in tiles.
+        (8, "offsets", "float16", 128, 700, 256, 8206, None, True),
+        (4, "integer_zeros", "bfloat16", 32, 1600, 256, 4102, "silu", False),
+        (4, "table", "bfloat16", 64, 400, 512, 4096, None, True),
     ]
     for bits, mode, dtype, size, m, k, n, activation, has_bias in plain + fused + (large if platform == "cuda" else []):
         if not _has_products(platform, dtype):
