@@ -8,7 +8,7 @@ namespace wonly::warpgroup {
 struct Config {
   int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 72 to 216, and other warpgroups than 2, as
   int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8 (of eight bits),
-                   // 16, 32 or 64, of four bits 48 and 96, and 2
+                   // 16, 32 or 64, of four bits 48 and 96, and 2. With a table 32 or 64 (float32: also 16), and 2
   int cluster;     // CTAs along the inputs, 1 .. 8
   int multiprocessors;
   int teams = 1;  // 2: clusters of two CTAs or more that share a tile's inputs, and meet in scratch
@@ -48,7 +48,7 @@ struct Cost {
   float shared_stage;  // two CTAs on it; 0: they do not fit
   float start;         // until the first product, and from the last to the result
   float group;         // of a stage, for every group that ends in it but one; 0: no kernel for groups of 32 and 64
-  float sum;           // for every one, with float zeros or offsets; 0: a kernel only where is_plain
+  float sum;           // for every one, with float zeros or offsets; 0: of 16 bits a kernel only where is_plain
   float paired;        // in the place of `stage`, of CTAs in pairs; 0: there are none
   float half = 0.f;
 };
@@ -77,8 +77,8 @@ struct Costs {
 // Sets the configuration that is expected to be fastest; returns the microseconds that it should take.
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config);
 
-// Whether this kernel computes `args`: no table, and rows of activations, scales, zeros and offsets that are 16-byte
-// aligned. float32 activations: with scratch for split_rows of them.
+// Whether this kernel computes `args`: rows of activations, scales, zeros and offsets that are 16-byte aligned. float32
+// activations: with scratch for split_rows of them.
 bool supports(const MatmulArgs& args);
 
 // Sums of a row of float32 activations that zeros or offsets multiply: of each group's, or of 128 inputs, if that is
