@@ -244,6 +244,7 @@ def mixes_types(p: Product) -> bool:
 
 
 def with_float32_parameters(p: Product) -> Product:
+    """The same with float32 scales, and float zeros or offsets."""
     shift = jnp.dtype(jnp.float32) if p.floats else p.shift_dtype
     return p._replace(scale_dtype=jnp.dtype(jnp.float32), shift_dtype=shift)
 
