@@ -525,10 +525,11 @@ def use_kernel(p: Product) -> bool:
     """Whether the fused kernels are expected to be at least as fast as dequantizing."""
     if p.m <= STREAM_TOKENS:
         return True
-    if p.table and not p.split and p.m > TABLE_TOKENS and p.n <= TILE_N:  # tiles would be half empty
-        return False
-    if p.table and (tiled_kernel(p) or (p.m <= TABLE_TOKENS and not p.split)):
-        return True
+    if p.table and not p.split:
+        if p.m > TABLE_TOKENS and p.n <= TILE_N:  # tiles would be half empty
+            return False
+        if p.m <= TABLE_TOKENS or tiled_kernel(p):
+            return True
     fused, dense = estimate(p)
     return fused <= dense
 

@@ -74,15 +74,13 @@ def parameters_alike(scales: jax.Array, rest: Sequence[jax.Array], shift_mode: S
         return scales, *rest
     from jax_wonly import _cuda_dispatch
 
-    types = _cuda_dispatch.parameter_types(scales.dtype, rest[0].dtype)
-    return scales.astype(types[0]), rest[0].astype(types[1]), *rest[1:]
+    return with_types(scales, rest, _cuda_dispatch.parameter_types(scales.dtype, rest[0].dtype))
 
 
-def with_types(scales: jax.Array, rest: Sequence[jax.Array], product) -> tuple[jax.Array, ...]:
-    """Scales and what follows them, of the types that a ``_cuda_dispatch.Product`` has."""
-    types = product.parameter_types
-    shift = tuple(a.astype(dtype) for a, dtype in zip(rest, types[1:], strict=False))
-    return scales.astype(types[0]), *shift, *rest[len(shift) :]
+def with_types(scales: jax.Array, rest: Sequence[jax.Array], types: Sequence) -> tuple[jax.Array, ...]:
+    """Scales and what follows them, as many as there are types with those."""
+    parameters = (scales, *rest)
+    return *(a.astype(dtype) for a, dtype in zip(parameters, types, strict=False)), *parameters[len(types) :]
 
 
 def pad_last(a: jax.Array, size: int) -> jax.Array:

@@ -43,6 +43,7 @@ from jax_wonly.primitives.matmul import (
     compute_dtype,
     dense_precision,
     linear_in_scales,
+    product_of,
     split_rest,
     zeros_beyond_middle,
 )
@@ -202,14 +203,11 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
 
 def _widened(x, qw, scales, rows, rest, p: Params) -> tuple[jax.Array, ...]:
     """Scales and what follows them, as float32 where a faster kernel takes those."""
-    from jax_wonly import _cuda_dispatch, _cuda_experts
+    from jax_wonly import _cuda_experts
 
-    shift, _ = split_rest(rest, p.shift_mode)
-    m, n = _result_shape(x, scales, rows, p)
-    mode = p.shift_mode if p.table is None else ShiftMode.TABLE
-    types = (x.dtype, scales.dtype, mode, shift[0].dtype if shift else None)
-    product = _cuda_dispatch.Product(m, p.k, n, qw.shape[0], p.bits, *types, groups=scales.shape[-2])
-    return with_types(scales, rest, _cuda_experts.widened(product, ids=p.row_mode == RowMode.IDS))
+    m, _ = _result_shape(x, scales, rows, p)
+    product = _cuda_experts.widened(product_of(m, qw.shape[0], x, scales, rest, p), ids=p.row_mode == RowMode.IDS)
+    return with_types(scales, rest, product.parameter_types)
 
 
 def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:

@@ -154,7 +154,7 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     if platform == "cuda" and all(isinstance(s, int) for s in shape):
         from jax_wonly import _cuda_dispatch
 
-        product = _product(x, scales, shift, shift_mode, shape[0], p)
+        product = _product(x, qw, scales, rest, p)
         if p.transpose:
             if _cuda_dispatch.rounds_transposed_scales(product):
                 scales = scales.astype(x.dtype)
@@ -167,20 +167,18 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
     return jax.ffi.ffi_call(target, results)(x, qw, scales, *shift, *bias, **attributes)[0].astype(p.out_dtype)
 
 
-def _product(x, scales, shift, shift_mode: ShiftMode, batch: int, p: Params):
-    """What the choice of a CUDA kernel depends on."""
+def product_of(m, batch: int, x, scales, rest, p):
+    """What the choice of a CUDA kernel depends on, for ``m`` rows of x; ``p`` may be those of experts."""
     from jax_wonly import _cuda_dispatch
 
-    types = (x.dtype, scales.dtype, shift_mode, shift[0].dtype if shift else None)
-    sizes = (x.shape[1], p.k, scales.shape[-1], batch)
-    return _cuda_dispatch.Product(*sizes, p.bits, *types, groups=scales.shape[-2])
-
-
-def _described(x, qw, scales, rest, p: Params):
-    """The same of operands."""
     shift, _ = split_rest(rest, p.shift_mode)
     mode = p.shift_mode if p.table is None else ShiftMode.TABLE
-    return _product(x, scales, shift, mode, _result_shape(x, qw, scales, *rest, p=p)[0], p)
+    types = (x.dtype, scales.dtype, mode, shift[0].dtype if shift else None)
+    return _cuda_dispatch.Product(m, p.k, scales.shape[-1], batch, p.bits, *types, groups=scales.shape[-2])
+
+
+def _product(x, qw, scales, rest, p: Params):
+    return product_of(x.shape[1], _result_shape(x, qw, scales, *rest, p=p)[0], x, scales, rest, p)
 
 
 def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
@@ -191,7 +189,7 @@ def _prefers_kernel(x, qw, scales, shift, p: Params, platform: str) -> bool:
         return True
     from jax_wonly import _cuda_dispatch
 
-    forced, product = p.implementation == "cuda", _described(x, qw, scales, shift, p)
+    forced, product = p.implementation == "cuda", _product(x, qw, scales, shift, p)
     if p.transpose:
         return _cuda_dispatch.use_transposed_kernel(product, forced=forced)
     if not _cuda_dispatch.has_kernels(x.dtype, forced=forced):
@@ -222,13 +220,9 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
             return activations.kernel(a, qw, scales, *rest, p=p)
         x = _rounded(a, p, platform)
     if platform == "cuda" and not p.transpose:
-        from jax_wonly import _cuda_dispatch
-
         scales, *rest = parameters_alike(scales, rest, p.shift_mode)
         if p.implementation != "dequantize":
-            x, p = _whole_inputs(x, qw, scales, rest, p)
-            product = _described(x, qw, scales, rest, p)
-            scales, *rest = with_types(scales, rest, _cuda_dispatch.widened(product))
+            p, x, scales, *rest = _for_a_kernel(x, qw, scales, rest, p)
     if platform == "cuda" and p.transpose and p.implementation != "dequantize":
         x, scales, *rest = _whole_outputs(x, qw, scales, rest, p)
     shift, bias = split_rest(rest, p.shift_mode)
@@ -239,14 +233,14 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
 
 
-def _whole_inputs(x, qw, scales, rest, p: Params):
+def _for_a_kernel(x, qw, scales, rest, p: Params):
     """Activations of inputs that are no multiple of what kernels copy at once, with zeros behind, and the product of
-    those: packed weights go on to whole tiles anyway."""
+    those: packed weights go on to whole tiles anyway. Scales and what follows them, of types with a faster kernel."""
     from jax_wonly import _cuda_dispatch
 
-    product = _described(x, qw, scales, rest, p)
-    k = _cuda_dispatch.whole_inputs(product, forced=p.implementation == "cuda").k
-    return pad_last(x, k), p._replace(k=k)
+    product = _cuda_dispatch.whole_inputs(_product(x, qw, scales, rest, p), forced=p.implementation == "cuda")
+    types = _cuda_dispatch.widened(product).parameter_types
+    return p._replace(k=product.k), pad_last(x, product.k), *with_types(scales, rest, types)
 
 
 def _whole_outputs(dy, qw, scales, shift, p: Params):
@@ -254,7 +248,7 @@ def _whole_outputs(dy, qw, scales, shift, p: Params):
     behind: packed weights go on to whole tiles anyway."""
     from jax_wonly import _cuda_dispatch
 
-    n = _cuda_dispatch.whole_outputs(_described(dy, qw, scales, shift, p)).n
+    n = _cuda_dispatch.whole_outputs(_product(dy, qw, scales, shift, p)).n
     return tuple(pad_last(a, n) for a in (dy, scales, *shift))
 
 
@@ -263,7 +257,7 @@ def _takes_shift_apart(x, qw, scales, shift, p: Params, platform: str) -> bool:
         return False
     from jax_wonly import _cuda_dispatch
 
-    return _cuda_dispatch.transposed_shift_apart(_described(x, qw, scales, shift, p))
+    return _cuda_dispatch.transposed_shift_apart(_product(x, qw, scales, shift, p))
 
 
 def _with_shift_apart(dy, qw, scales, shift, p: Params, platform: str) -> jax.Array:
