@@ -119,7 +119,12 @@ def transposed_float32_scratch(dy_batch: int, m: int, n: int, batch: int, parame
     ``transposed_warpgroup::float32_rows`` in ``ffi/cuda/matmul_transposed.cu``.
     """
     rows = m if batch > 1 else min(m, max(512, (24 << 20) // n // 128 * 128))
-    return dy_batch * rows * (n + 1) + parameter_batch * groups * (1 + -(-n // 64) * 96)
+    return dy_batch * rows * (n + 1) + transposed_float32_parameters(parameter_batch, n, groups)
+
+
+def transposed_float32_parameters(parameter_batch: int, n: int, groups: int) -> int:
+    """Those of them that the groups of ``parameter_batch`` weights take."""
+    return parameter_batch * groups * (1 + -(-n // 64) * 96)
 
 
 def mma_scratch(batch: int, m: int, n: int, ctas: int) -> int:

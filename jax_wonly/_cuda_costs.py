@@ -168,6 +168,8 @@ class Ragged(NamedTuple):
     warpgroup_experts_of_row: int
     warpgroup_least_rows: int
     warpgroup_least_float32_rows: int
+    warpgroup_least_float32_rows_of_shifts: int  # float zeros or offsets, and of such in groups of 32 or 64
+    warpgroup_least_float32_rows_of_small_groups: int
     warpgroup_low_rows: int
     warpgroup_low_rows_of_small_groups: int
     warpgroup_low_rows_of_offsets: int
@@ -181,6 +183,7 @@ class Transposed(NamedTuple):
     stream_tokens: int
     stream_tokens_float32: int
     stream_rows_of_expert: int
+    stream_rows_of_expert_float32: int
 
 
 class Resident(NamedTuple):

@@ -690,7 +690,7 @@ def transposed_kernel(p: Product) -> str:
     few = TRANSPOSED.stream_tokens_float32 if p.split and not p.small_groups else TRANSPOSED.stream_tokens
     takes = p.n % 8 == 0 and (p.table or not isinstance(p.m, int) or p.m > few)
     if p.split:  # in scratch, of a known size
-        takes = takes and isinstance(p.m * p.batch, int) and not p.floats
+        takes = takes and isinstance(p.m * p.batch, int) and (p.table or not p.floats)
         takes = takes and (p.batch == 1 or p.batch * p.m * p.n <= _MOST_SPLIT)
     if has_warpgroups() and takes:
         return "matmul_transposed_warpgroup"

@@ -59,12 +59,19 @@ def tile_rows(p: Product, *, ids: bool) -> int:
     As ``ragged_warpgroup::tile_rows`` in ``ffi/cuda/ragged_warpgroup.cu``. Scratch has room for rows in order.
     """
     one, small_groups, experts = p._replace(m=1), p.small_groups, p.batch
-    if not _cuda_dispatch.warpgroup_kernel(one) or (p.floats and not _rounds(p, _LOW_ROWS)):
+    if not _cuda_dispatch.warpgroup_kernel(one):
+        return 0
+    if not p.split and (p.table or (p.floats and not _rounds(p, _LOW_ROWS))):
         return 0
     if ids and p.m < experts:  # two kernels more, which put the rows in order
         return 0
     if p.split:
-        return 0 if p.m < _RAGGED.warpgroup_least_float32_rows * experts else _LOW_ROWS
+        least = _RAGGED.warpgroup_least_float32_rows
+        if p.floats and not p.table:
+            least = _RAGGED.warpgroup_least_float32_rows_of_shifts
+            if small_groups:
+                least = _RAGGED.warpgroup_least_float32_rows_of_small_groups
+        return 0 if p.m < least * experts else _LOW_ROWS
     low = p.bits == 4 and (p.plain or p.floats or not small_groups)
     high = p.plain or p.floats or not low
     wasted = 16 * (-p.n % 256) >= p.n  # of 256 outputs at a time
@@ -84,27 +91,51 @@ def tile_rows(p: Product, *, ids: bool) -> int:
     return _LOW_ROWS if low and (not high or p.m <= low_rows * experts) else _HIGH_ROWS
 
 
-def scratch(rows, experts: int, row_length: int, x_dtype, *, ids: bool, transpose: bool = False):
-    """Words of scratch with which either product runs fastest on the GPU here; ``rows`` may be symbolic.
+def scratch(p: Product, *, ids: bool, transpose: bool = False, parameter_batch: int = 1):
+    """Words of scratch with which either product runs fastest on the GPU here; ``p.m`` may be symbolic.
 
     There is room for rows in order, of 16 bits or as two such numbers and a power of two, where ``ragged::can_order``
-    in ``ffi/cuda/ragged_plan.cu`` and the kernels want it.
+    in ``ffi/cuda/ragged_plan.cu`` and the kernels want it; of float32 cotangents also for the parameters of
+    ``parameter_batch`` weights.
     """
-    ordered = 0
+    ordered = parameters = 0
+    row_length = p.n if transpose else p.k
     if row_length % 8 == 0 and _cuda_dispatch.has_warpgroups():
-        if jnp.dtype(x_dtype).itemsize == 2:
+        if not p.split:
             ordered = row_length // 2 if ids else 0
         elif not transpose:
+            ordered = row_length + 1 + _float32_sums(p)
+        elif _takes_transposed(p) and not (isinstance(p.m, int) and _streams_transposed(p)):
             ordered = row_length + 1
-    return _abi.ragged_scratch(rows, experts, ordered=ordered)
+            parameters = _abi.transposed_float32_parameters(parameter_batch, p.n, p.groups)
+    return _abi.ragged_scratch(p.m, p.batch, ordered=ordered) + parameters
+
+
+def _float32_sums(p: Product) -> int:
+    """As ``ragged_warpgroup::float32_sums`` in ``ffi/cuda/ragged_warpgroup.cu``."""
+    if not p.floats or p.table:
+        return 0
+    return -(-p.k // (32 if p.small_groups else 128))
 
 
 def transposed_kernel(p: Product) -> str:
     """The fused kernel for rows of ``[m, n]`` times their experts' transposed weights."""
-    many = p.table or p.m > _cuda_dispatch.TRANSPOSED.stream_rows_of_expert * p.batch
-    if many and p.n % 8 == 0 and _cuda_dispatch.has_warpgroups() and not p.split:
-        return "matmul_transposed_warpgroup"
-    return "matmul_transposed_stream"
+    streams = _streams_transposed(p) or not _takes_transposed(p)
+    return "matmul_transposed_stream" if streams else "matmul_transposed_warpgroup"
+
+
+def _takes_transposed(p: Product) -> bool:
+    """Whether ``matmul_transposed_warpgroup`` takes them: ``transposed_warpgroup::supports`` in
+    ``ffi/cuda/matmul_transposed.cu``."""
+    return p.n % 8 == 0 and _cuda_dispatch.has_warpgroups() and (not p.split or p.table or not p.floats)
+
+
+def _streams_transposed(p: Product) -> bool:
+    """Whether they are few enough to be streamed."""
+    few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert
+    if p.split:
+        few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_float32
+    return not p.table and p.m <= few * p.batch
 
 
 def use_transposed_kernel(m, experts: int, n: int, x_dtype, *, table: bool = False, forced: bool = False) -> bool:
@@ -112,8 +143,8 @@ def use_transposed_kernel(m, experts: int, n: int, x_dtype, *, table: bool = Fal
     if not _cuda_dispatch.has_bf16():
         return False
     sixteen_bits = jnp.dtype(x_dtype).itemsize == 2
-    warpgroups = n % 8 == 0 and _cuda_dispatch.has_warpgroups() and sixteen_bits
-    if table or warpgroups:
+    warpgroups = n % 8 == 0 and _cuda_dispatch.has_warpgroups()
+    if table or (sixteen_bits and warpgroups):
         return warpgroups
     # XLA's ragged product of float32 numbers takes 15 times as long as passes over the weights, at any number of rows.
     every = forced or not sixteen_bits or not isinstance(m, int)

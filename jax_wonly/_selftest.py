@@ -241,7 +241,7 @@ def _matmul_transposed(rng, platform: str) -> Iterator[Case]:
     rows = itertools.cycle((1, 5, 20, 90))
     schemes = list(itertools.islice(_schemes(platform), 0, None, 3 if platform == "cpu" else 2))
     if _knows_tables(platform, transpose=True):
-        schemes += [(4, "table", "bfloat16", 64), (4, "table", "float16", None)]
+        schemes += [(4, "table", "bfloat16", 64), (4, "table", "float16", None), (4, "table", "float32", 64)]
     for bits, mode, dtype, size in schemes:
         m, k, n = next(rows), 256 if size else 101, 72
         weight = _Weight(rng, k, n, bits=bits, group_size=size, mode=mode, scale_dtype=dtype)
@@ -363,7 +363,7 @@ def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
     experts, k, n = 4, 256, 72
     schemes = list(itertools.islice(_schemes(platform), 0, None, 4))
     if _knows_tables(platform, transpose):
-        schemes.append((4, "table", "float16", 64))
+        schemes += [(4, "table", "float16", 64), (4, "table", "float32", 64)]
     schemes += [(4, "integer_zeros", "bfloat16", 64), (4, "offsets", "float16", 128), (4, "offsets", "float32", 64)]
     for i, (bits, mode, dtype, size) in enumerate(schemes):
         if not _has_products(platform, dtype):

@@ -206,7 +206,8 @@ int main(int argc, char** argv) {
     args.shift_mode = static_cast<ShiftMode>(mode);
     args.parameter_row = args.n;
     args.x_batch_stride = args.m * args.k;
-    args.scales_batch_stride = args.shift_batch_stride = args.groups * args.n;
+    args.scales_batch_stride = args.groups * args.n;
+    args.shift_batch_stride = args.shift_mode == ShiftMode::kTable ? 0 : args.scales_batch_stride;
     said = false;
     cudaError_t error = cudaErrorInvalidValue;
     if (operation == "matmul") error = launch_matmul(args, nullptr);

@@ -90,6 +90,11 @@ class Weight:
     magnitude: np.ndarray  # the same of magnitudes: what a kernel adds up and cancels again
 
     @property
+    def rounded(self) -> np.ndarray:
+        """What 16-bit roundings of weights are relative to: offsets are rounded before they are added."""
+        return self.dense if self.qt.offsets is None else self.magnitude
+
+    @property
     def arrays(self) -> dict:
         return {"scales": self.qt.scales, "zeros": self.qt.zeros, "offsets": self.qt.offsets}
 

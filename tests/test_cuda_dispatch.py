@@ -201,15 +201,14 @@ def test_tables(warpgroups):
         assert choose(m, mode=ShiftMode.TABLE) == warpgroups
         assert not choose(m, k=8196, mode=ShiftMode.TABLE)
     assert choose(64, n=64, mode=ShiftMode.TABLE) and not choose(512, n=64, mode=ShiftMode.TABLE)  # half empty tiles
-    for x, scales, k, tiled in [
-        *((jnp.bfloat16, jnp.bfloat16, 64, True), (jnp.float16, jnp.float32, 72, True)),
-        *((jnp.float16, jnp.bfloat16, 64, False), (jnp.float32, jnp.float32, 64, False)),
-        (jnp.bfloat16, jnp.bfloat16, 68, False),
+    for x, scales, k, of_many in [
+        *((jnp.bfloat16, jnp.bfloat16, 64, "ragged_tiled"), (jnp.float16, jnp.float32, 72, "ragged_tiled")),
+        *((jnp.float16, jnp.bfloat16, 64, None), (jnp.float32, jnp.float32, 64, "ragged_warpgroup")),
+        *((jnp.bfloat16, jnp.bfloat16, 68, None), (jnp.float32, jnp.float32, 68, None)),
     ]:
         few, many = (Product(m, k, 64, 2, 4, x, scales, ShiftMode.TABLE, jnp.float32) for m in (1, 1000))
         assert _cuda_experts.kernel(few, ids=False) == "matmul_stream"
-        expected = "ragged_tiled" if tiled and warpgroups else "matmul_stream"
-        assert _cuda_experts.kernel(many, ids=True) == expected
+        assert _cuda_experts.kernel(many, ids=True) == (of_many if of_many and warpgroups else "matmul_stream")
 
 
 def test_few_outputs_of_many_tokens(monkeypatch, warpgroups):
@@ -246,7 +245,7 @@ def test_transposed(monkeypatch, warpgroups, x):
     assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8192, x) == (warpgroups or wide)
     assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x) == wide
     for n in (8192, 8193):
-        there = warpgroups and not wide and n == 8192
+        there = warpgroups and n == 8192
         assert _cuda_experts.use_transposed_kernel(8, 8, n, x, table=True, forced=True) == there
     assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x, forced=True)
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
@@ -510,16 +509,32 @@ def test_small_products_round_no_weights(monkeypatch, group_size, shape, bits):
 @pytest.mark.parametrize("ids", [True, False])
 def test_scratch_of_experts(warpgroups, ids):
     """Room for rows in order, where kernels want them so and may put them there."""
+
+    def product(m, length, x, mode=ShiftMode.NONE, shift=None):
+        return Product(m, length, length, 9, 4, x, jnp.float16, mode, shift, groups=2)
+
     for rows, length, x, there in (
         *((5, 64, jnp.bfloat16, True), (7000, 1016, jnp.float16, True)),
         (5, 60, jnp.bfloat16, False),
     ):
-        words = _cuda_experts.scratch(rows, 9, length, x, ids=ids)
+        words = _cuda_experts.scratch(product(rows, length, x), ids=ids)
         plan = _abi.ragged_scratch(rows, 9)
         assert plan >= rows + 8 * 9 + 64  # kRaggedScratch* of abi.h
         assert words == plan + (rows * length // 2 if there and ids and warpgroups else 0)
     # Two such numbers and a power of two.
     plan = _abi.ragged_scratch(7, 9)
-    assert _cuda_experts.scratch(7, 9, 64, jnp.float32, ids=ids) == plan + (7 * 65 if warpgroups else 0)
-    assert _cuda_experts.scratch(7, 9, 60, jnp.float32, ids=ids) == plan
-    assert _cuda_experts.scratch(7, 9, 64, jnp.float32, ids=ids, transpose=True) == plan
+    assert _cuda_experts.scratch(product(7, 64, jnp.float32), ids=ids) == plan + (7 * 65 if warpgroups else 0)
+    assert _cuda_experts.scratch(product(7, 60, jnp.float32), ids=ids) == plan
+    # Of cotangents also their parameters, where few rows, or float zeros, are not streamed.
+    parameters = _abi.transposed_float32_parameters(9, 64, 2)
+    for rows, there, *shift in (
+        (7, False),
+        (7, True, ShiftMode.TABLE, jnp.float32),
+        (9 * 64, True),
+        (9 * 64, False, ShiftMode.OFFSETS, jnp.float16),
+    ):
+        words = _cuda_experts.scratch(
+            product(rows, 64, jnp.float32, *shift), ids=ids, transpose=True, parameter_batch=9
+        )
+        room = rows * 65 + parameters if there and warpgroups else 0
+        assert words == _abi.ragged_scratch(rows, 9) + room, (rows, shift)

@@ -28,7 +28,7 @@ SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
 KERNELS = ["aligned_rows", "matmul_mma", "ragged_plan"]
 RAGGED = ("decode", "resident", "stream", "tiled", "warpgroup", "transposed_stream", "transposed_warpgroup")
-KERNELS += [f"ragged_{name}_kernels" for name in RAGGED]
+KERNELS += [*(f"ragged_{name}_kernels" for name in RAGGED), "ragged_transposed_warpgroup_f32"]
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
 H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor
 A100 = (80, 108, 166912, 167936)
@@ -230,10 +230,10 @@ def assert_launchable(gpu, kernels: list[tuple], case) -> None:
         assert 0 < x < 2**31 and 0 < y < 2**16 and x * y % cluster == 0, (case, kernels)
 
 
-def scratch_of(product: Product, mode: RowMode, row: int, *, transpose: bool = False) -> int:
-    """Bytes, for rows of so many numbers."""
-    ids = mode == RowMode.IDS
-    return 4 * _cuda_experts.scratch(product.m, product.batch, row, product.x_dtype, ids=ids, transpose=transpose)
+def scratch_of(product: Product, mode: RowMode, *, transpose: bool = False) -> int:
+    """Bytes."""
+    own = product.batch  # scales
+    return 4 * _cuda_experts.scratch(product, ids=mode == RowMode.IDS, transpose=transpose, parameter_batch=own)
 
 
 GPUS = pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_ragged_products(rng, monkeypatch, dispatcher, gpu):
     """The kernel, that it can be launched, and the rows of a tile where it is one that has two kinds."""
     on(monkeypatch, gpu)
     cases = ragged_products(rng, 5000)
-    lines = [(*line("ragged", p, scratch_of(p, mode, p.k)), int(mode)) for p, mode in cases]
+    lines = [(*line("ragged", p, scratch_of(p, mode)), int(mode)) for p, mode in cases]
     seen = set()
     for (product, mode), said in zip(cases, dispatcher(gpu, lines), strict=True):
         there = _cuda_dispatch.has_kernels(product.x_dtype)
@@ -273,7 +273,7 @@ def test_ragged_products(rng, monkeypatch, dispatcher, gpu):
 def test_transposed_ragged_products(rng, monkeypatch, dispatcher, gpu):
     on(monkeypatch, gpu)
     cases = ragged_products(rng, 2000)
-    lines = [(*line("ragged_transposed", p, scratch_of(p, mode, p.n, transpose=True)), int(mode)) for p, mode in cases]
+    lines = [(*line("ragged_transposed", p, scratch_of(p, mode, transpose=True)), int(mode)) for p, mode in cases]
     seen = set()
     for (product, mode), said in zip(cases, dispatcher(gpu, lines), strict=True):
         of = (product.m, product.batch, product.n, product.x_dtype)
@@ -298,7 +298,7 @@ def test_decode_of_experts_fits(monkeypatch, dispatcher):
         for more in (0, 1, 8, 9):
             k = 128 * stages
             product = Product(16, k, 1024, experts + more, 8, x, x, groups=k // 64 if groups == 2 else 1)
-            case = (*line("ragged", product, scratch_of(product, RowMode.SIZES, k)), int(RowMode.SIZES))
+            case = (*line("ragged", product, scratch_of(product, RowMode.SIZES)), int(RowMode.SIZES))
             (said,) = dispatcher(H100, [case])
             assert_launchable(H100, launches(said), product)
             assert RAGGED[said[-6]] == _cuda_experts.kernel(product, ids=False)

@@ -26,7 +26,7 @@ def calls_of(function, *operands, platform) -> set[str]:
 @pytest.mark.skipif(not jw.status().cuda, reason="the program for GPUs has no kernels where they are not installed")
 @pytest.mark.parametrize("mode", ["offsets", "float_zeros"])
 def test_path_on_cuda_is_that_of_the_program(mode):
-    qt = shapes_of(1024, 512, group_size=128, mode=mode)  # with some hundred tokens of float32 dequantizing is faster
+    qt = shapes_of(1024, 72, group_size=128, mode=mode)  # with some hundred tokens of float32 dequantizing is faster
     paths = set()
     for m in (1, 16, 64, 300, 4096):
         x = STRUCT((m, 1024), jnp.float32)
@@ -232,11 +232,13 @@ def test_experts_on_cuda(monkeypatch):
         assert kernels(8 * 128, 8 * 128 + 1, **options) == [flat, tall]
     assert kernels(8 * 8 - 1, 8 * 8, n=1001) == kernels(8 * 8 - 1, 8 * 8, mode="nf4") == [stream, tall]
     assert kernels(1, 4096, mode="nf4") == [stream, tall]
-    assert kernels(1, 4096, mode="nf4", dtype=jnp.float32) == [stream, stream]
+    assert kernels(7, 8, 4096, mode="nf4", dtype=jnp.float32) == [stream, flat, flat]
     assert kernels(8, 8 * 40, dtype=jnp.float16, n=1001) == [stream, tall]  # scales of another type
     assert kernels(7, 8, 8 * 400, dtype=jnp.float32) == [stream, flat, flat]
-    for options in ({"n": 1001}, {"mode": "offsets"}, {"mode": "float_zeros"}):
-        assert kernels(8, 8 * 40, dtype=jnp.float32, **options) == [stream, stream]
+    assert kernels(8, 8 * 40, dtype=jnp.float32, n=1001) == [stream, stream]
+    for options in ({"mode": "offsets"}, {"mode": "float_zeros"}):
+        assert kernels(31, 32, dtype=jnp.float32, **options) == [stream, flat]
+        assert kernels(15, 16, dtype=jnp.float32, group_size=64, **options) == [stream, flat]
     # Rounded weights: groups of 32 and 64 in high tiles, numbers that are no integers, and hundreds of rows.
     assert [found(m).rounds_weights for m in (8, 1024, 1025)] == [False, False, True]
     assert [found(8 * m, group_size=64).rounds_weights for m in (40, 41)] == [False, True]
@@ -245,9 +247,12 @@ def test_experts_on_cuda(monkeypatch):
     # The gradient.
     back = {"transpose": True}
     assert kernels(128, 129, **back) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
-    assert kernels(129, n=1001, **back) == kernels(129, dtype=jnp.float32, **back) == ["matmul_transposed_stream"]
-    assert kernels(1, 129, mode="nf4", **back) == ["matmul_transposed_warpgroup"] * 2
-    assert kernels(129, mode="nf4", dtype=jnp.float32, **back) == kernels(129, mode="nf4", n=1001, **back) == [None]
+    float32 = back | {"dtype": jnp.float32}
+    assert kernels(96, 97, **float32) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
+    assert kernels(129, n=1001, **back) == kernels(129, mode="offsets", **float32) == ["matmul_transposed_stream"]
+    for options in (back, float32):
+        assert kernels(1, 129, mode="nf4", **options) == ["matmul_transposed_warpgroup"] * 2
+        assert kernels(129, mode="nf4", n=1001, **options) == [None]
     said = found(8)
     assert said.kernel_us is None and "model" not in str(said) and f"({few})" in str(said)
     assert found(8, True) == found(8, "ids") and found(0).kernel == few

@@ -44,12 +44,13 @@ inline __device__ __noinline__ float exact_sum(const MatmulArgs& args, int64_t b
 }
 
 // sum over n of w[k, n] dy[m, n]; args.x is dy.
+template <bool kTable = false>
 inline __device__ __noinline__ float exact_sum_transposed(const MatmulArgs& args, int64_t batch, int64_t m, int64_t k) {
   float sum = 0.f;
 #pragma unroll 1
   for (int64_t n = 0; n < args.n; ++n) {
     const float dy = load_element(args.x, batch * args.x_batch_stride + m * args.n + n, args.x_dtype);
-    sum += weight_at(args, batch, k, n) * dy;
+    sum += weight_at<kTable>(args, batch, k, n) * dy;
   }
   return sum;
 }

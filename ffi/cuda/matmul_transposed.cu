@@ -124,7 +124,8 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   const bool small_groups = has_small_groups(args);
   const int64_t few = float32 && !small_groups ? costs::kTransposedStreamTokensFloat32 : costs::kTransposedStreamTokens;
   const bool table = args.shift_mode == ShiftMode::kTable;  // it alone looks codes up
-  if (device.architecture == 90 && (table || args.m > few) && transposed_warpgroup::supports(args)) {
+  if (device.architecture == 90 && (table || args.m > few) && transposed_warpgroup::supports(args) &&
+      (!float32 || transposed_warpgroup::float32_rows(args) > 0)) {
     if (!float32) {
       const transposed_warpgroup::Config config = warpgroup_config(args, device);
       return args.x_dtype == DType::kF16 ? transposed_warpgroup::launch_f16(args, config, stream)
@@ -170,13 +171,24 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   rows.product.k = args.product.n;
   ragged::Work work;
   // The same for rows of an expert, were they spread evenly.
-  const bool many = args.m > costs::kTransposedStreamRowsOfExpert * args.experts;
+  const bool float32 = args.product.x_dtype == DType::kF32;
+  const int64_t few = float32 ? costs::kTransposedStreamRowsOfExpertFloat32 : costs::kTransposedStreamRowsOfExpert;
   const bool table = args.product.shift_mode == ShiftMode::kTable;
-  if (device.architecture == 90 && (table || many) && transposed_warpgroup::supports(args.product) &&
-      (!ids || ragged::can_order(rows))) {
-    const int tokens = args.m <= 64 * args.experts ? 64 : args.m <= 128 * args.experts ? 128 : 256;
+  const int64_t bytes =
+      float32 ? transposed_warpgroup::float32_bytes(args.product, args.m,
+                                                    transposed_warpgroup::parameter_entries(args.product, args.experts))
+              : 0;
+  if (device.architecture == 90 && (table || args.m > few * args.experts) &&
+      transposed_warpgroup::supports(args.product) &&
+      (float32 ? ragged::room_behind_plan(args) >= bytes : !ids || ragged::can_order(rows))) {
+    const int most = float32 ? 128 : 256;
+    const int tokens = args.m <= 64 * args.experts ? 64 : args.m <= 128 * args.experts ? 128 : most;
     if (cudaError_t error = ragged::plan(args, tokens, ids, shared, stream, &work); error != cudaSuccess) return error;
     MatmulArgs product = args.product;
+    if (float32) {
+      product.scratch = ragged::ordered_rows(args);
+      return transposed_warpgroup::launch_ragged_f32(product, work, device.multiprocessors, stream);
+    }
     if (ids) {
       if (cudaError_t error = ragged::order(rows, work, &product.x, stream); error != cudaSuccess) return error;
     }
@@ -208,19 +220,23 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
 namespace transposed_warpgroup {
 
 bool supports(const MatmulArgs& args) {
-  // Rows of dy are what the copy engine takes: multiples of 16 bytes.
-  if (args.x_dtype != DType::kF32) return args.n % 8 == 0;
-  const bool integers = args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8;
-  return args.n % 8 == 0 && integers && float32_rows(args) > 0;
+  if (args.n % 8 != 0) return false;  // rows of dy are what the copy engine takes: multiples of 16 bytes
+  if (args.x_dtype != DType::kF32) return true;
+  if (args.shift_mode == ShiftMode::kTable) return args.shift_batch_stride == 0;
+  return args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8;
+}
+
+int64_t float32_bytes(const MatmulArgs& args, int64_t rows, int64_t entries) {
+  // Of a group and an output three numbers of 16 bits each, and of a group one of 32.
+  return rows * (4 * args.n + 4) + entries * args.groups * (4 + ceil_div(args.n, kTileN) * kTileN * 6);
 }
 
 int64_t float32_rows(const MatmulArgs& args) {
   const int64_t entries = args.x_batch_stride == 0 ? 1 : args.batch;
-  const int64_t parameters = parameter_batch(args) * args.groups *
-                             (4 + ceil_div(args.n, kTileN) * kTileN * 6);  // of 16 bits each, and one of 32
-  const int64_t room = (args.scratch_bytes - parameters) / (entries * (4 * args.n + 4));
-  if (room >= args.m) return args.m;
-  return args.batch > 1 ? 0 : room / kFloat32Block * kFloat32Block;
+  const int64_t room = args.scratch_bytes - float32_bytes(args, 0, parameter_entries(args, args.batch));
+  const int64_t rows = room / float32_bytes(args, entries, 0);  // a row of every entry
+  if (rows >= args.m) return args.m;
+  return args.batch > 1 ? 0 : rows / kFloat32Block * kFloat32Block;
 }
 
 bool in_registers(const MatmulArgs& args) {

@@ -62,17 +62,19 @@ constexpr int stage_outputs(int tokens, bool in_registers) { return in_registers
 // Inputs of a CTA's block.
 constexpr int block_inputs(int tokens, bool in_registers) { return in_registers && tokens == 32 ? 256 : 128; }
 
-// Whether the kernel takes these operands; the others are transposed_stream's. float32: with uint8 zeros or none
-// and scratch.
+// Whether the kernel takes these operands; the others are transposed_stream's. float32: with uint8 zeros, none or one
+// table, and with room in scratch.
 bool supports(const MatmulArgs& args);
 
 // Rows of float32 dy that the kernel takes at a time, as many as scratch has room for, as two fp16 numbers each, beside
 // the scales and zeros of all; 0: it has none.
 int64_t float32_rows(const MatmulArgs& args);
 constexpr int64_t kFloat32Block = 128;  // tokens of the largest block
-// Entries of the batch that have scales or zeros of their own, or one for all.
-constexpr int64_t parameter_batch(const MatmulArgs& args) {
-  return args.scales_batch_stride == 0 && args.shift_batch_stride == 0 ? 1 : args.batch;
+// Bytes of scratch for that of so many rows, and of `entries` scales and zeros.
+int64_t float32_bytes(const MatmulArgs& args, int64_t rows, int64_t entries);
+// Of `batch` weights those that have scales or zeros of their own, or one for all.
+constexpr int64_t parameter_entries(const MatmulArgs& args, int64_t batch) {
+  return args.scales_batch_stride == 0 && args.shift_batch_stride == 0 ? 1 : batch;
 }
 
 // Whether weights are wgmma's operand in registers: symmetric codes, scales of dy's type, groups of 128 inputs or more,
@@ -91,6 +93,9 @@ cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, 
                               cudaStream_t stream);
 cudaError_t launch_ragged_bf16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
                                cudaStream_t stream);
+// Those of args.x are in their own order, and the plan's tiles have 64 or 128; args.scratch has room for all.
+cudaError_t launch_ragged_f32(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
+                              cudaStream_t stream);
 
 }  // namespace transposed_warpgroup
 

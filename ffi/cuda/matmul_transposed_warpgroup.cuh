@@ -25,6 +25,7 @@
 //   int items()                   what the clusters walk over
 //   Item item(i, rank)            one warp
 //   int64_t row(item, i)          where row i of a block is in the result
+//   int64_t dy_row(item, i)       and of which row of dy, of the same batch entry
 //   int copied_rows(first, tokens)  rows of dy that are copied for a block from row `first` on
 #pragma once
 
@@ -119,13 +120,30 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     [[maybe_unused]] float* const undo_dy =
         reinterpret_cast<float*>(shared + S::kSourceAt) - (warpgroup + 1) * S::kTokens;
     [[maybe_unused]] float undo_scale = 1.f;
-    if constexpr (S::kFloat32) ptx::wait_for_last_kernel();
+    [[maybe_unused]] float undo_table = 1.f;
+    [[maybe_unused]] const uint8_t* table = nullptr;
+    if constexpr (S::kFloat32) {
+      if constexpr (S::kTable) {
+        static_assert(kConsumers * 128 == kTablePairs);
+        table = shared + S::kTableAt;
+        undo_table = prepare_table<X, 2, kTableTop>(static_cast<const float*>(args.shift), shared + S::kTableAt,
+                                                    static_cast<int>(threadIdx.x));
+        ptx::named_sync<3, kConsumers * 128>();
+      }
+      ptx::wait_for_last_kernel();
+    }
     const auto unscaled = [&](const Item& item, float sum, [[maybe_unused]] int token, [[maybe_unused]] int64_t k) {
       if constexpr (S::kFloat32) {
         // The smaller factor first, so that no product overflows that the result does not.
-        const float value = sum * fminf(undo_dy[token], undo_scale) * fmaxf(undo_dy[token], undo_scale);
+        const float of_token = undo_dy[token];
+        const float value =
+            sum * (undo_table * S::kUnscale) * fminf(of_token, undo_scale) * fmaxf(of_token, undo_scale);
         // Where weights are two numbers, the smaller, which may be zero, makes a NaN of an infinity.
-        if (!S::kExact && !isfinite(value)) return exact_sum_transposed(args, item.weights, item.first + token, k);
+        if constexpr (!S::kExact) {
+          if (!isfinite(value)) {
+            return exact_sum_transposed<S::kTable>(args, item.weights, source.dy_row(item, token), k);
+          }
+        }
         return value;
       }
       return sum * S::kUnscale;
@@ -198,7 +216,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const int64_t group =
             min(first_group(params, item.k0) + group_of_fragment(params, warp), static_cast<int>(args.groups) - 1);
         undo_scale = params.float32.scale_undo[item.weights * params.float32.batch_stride + group];
-        multiply_float32_stages(cta, item, at, acc);
+        multiply_float32_stages(cta, item, table, at, acc);
         sync();  // all have read those of the item before
         if (thread < S::kTokens) undo_dy[thread] = of_token;
         sync();

@@ -42,6 +42,7 @@
 #include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.h"
+#include "cuda/pair_table.cuh"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/ring.cuh"
 #include "cuda/rounded_weights.cuh"
@@ -64,7 +65,6 @@ constexpr int kOnesBytes = 128;      // each 8 columns of 8 inputs
 static_assert((3 * kMaxStages + 1) * 8 <= kOnesAt && kOnesAt + 4 * kOnesBytes <= kBarrierBytes);
 constexpr int kMultiprocessorBytes = 228 << 10;
 constexpr int kPiecesBytes = 16;  // of a number as an operand's row of 8 inputs
-constexpr int kTablePairs = 256;  // of a table's numbers
 using ptx::kArrivals;
 
 // What multiplies a group's sums. Fewer choices for each group: 5 to 11% less time (docs/performance.md, log 80).
@@ -198,7 +198,7 @@ struct Shape {
   static constexpr int kFactorsAt = kSumsAt + kSumBytes;
   static constexpr int kFloatsAt = kFactorsAt + kFactorBytes;
   static constexpr int kStageBytes = (kFloatsAt + kFloatBytes + 1023) / 1024 * 1024;
-  static constexpr int kTableBytes = kTable ? kTablePairs * Source::kPieces * 32 * 4 : 0;  // of every lane's
+  static constexpr int kTableBytes = kTable ? pair_table_bytes(Source::kPieces) : 0;
   static constexpr int kFit =
       (kMultiprocessorBytes / kCtas - 1024 - kBarrierBytes - kTableBytes) / kStageBytes;  // 1 KiB is the system's
   static constexpr int kStages = kFit < kMaxStages ? kFit : kMaxStages;
@@ -281,52 +281,16 @@ __device__ __forceinline__ void convert_half(uint32_t low, uint32_t high, uint32
 template <int kPieces>
 __device__ __forceinline__ void look_up_half(uint32_t low, uint32_t high, const uint8_t* table, uint32_t lane,
                                              uint32_t (*first)[4], uint32_t (*second)[4]) {
-  constexpr int kLog2Stride = kPieces == 1 ? 7 : 8;  // of a pair's numbers for all lanes
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t word = i == 0 ? low : high;
-    // Both codes of a pair in a byte: of pairs 0 and 2, and of 1 and 3.
-    const uint32_t bytes[2] = {(word & 0x0f0fu) | (word >> 12 & 0xf0f0u),
-                               (word >> 4 & 0x0f0fu) | (word >> 16 & 0xf0f0u)};
+    uint32_t numbers[2][4];
+    look_up_pairs<kPieces>(i == 0 ? low : high, table, lane, numbers[0], numbers[1]);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const uint32_t of_pair = bytes[pair % 2];
-      const uint32_t at = (pair < 2 ? of_pair << kLog2Stride : of_pair >> (8 - kLog2Stride)) & 0xffu << kLog2Stride;
-      const uint32_t* const from = reinterpret_cast<const uint32_t*>(table + (at | lane * 4));
-      first[pair / 2][pair % 2 * 2 + i] = from[0];
-      if (kPieces > 1) second[pair / 2][pair % 2 * 2 + i] = from[32];
+      first[pair / 2][pair % 2 * 2 + i] = numbers[0][pair];
+      if (kPieces > 1) second[pair / 2][pair % 2 * 2 + i] = numbers[1][pair];
     }
   }
-}
-// The table for that, by as many threads as there are pairs. Returns what undoes its power of two.
-template <typename X, int kPieces>
-__device__ __forceinline__ float prepare_table(const float* numbers, uint8_t* to, int pair) {
-  const float2 both = {__ldg(numbers + pair % 16), __ldg(numbers + pair / 16)};
-  uint32_t first = 0, second = 0;
-  float undo = 1.f;
-  if constexpr (kPieces == 1) {
-    first = from_float2<X>(both.x, both.y);
-  } else {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float4 four = __ldg(reinterpret_cast<const float4*>(numbers) + i);
-      for (const float value : {four.x, four.y, four.z, four.w}) largest = larger_finite(largest, value);
-    }
-    const uint32_t power = split_power(largest);
-    const float up = split_factor(power);
-    const float2 left = beyond_fp16({both.x * up, both.y * up}, &first);
-    second = from_float2<__half>(left.x, left.y);
-    undo = split_undo(power);
-  }
-  uint32_t* const of_pair = reinterpret_cast<uint32_t*>(to) + pair * kPieces * 32;
-#pragma unroll 4
-  for (int i = 0; i < 32; ++i) {
-    const int lane = (i + pair) % 32;  // in another bank for every thread of a warp
-    of_pair[lane] = first;
-    if (kPieces > 1) of_pair[32 + lane] = second;
-  }
-  return undo;
 }
 
 // The same of weights that are rounded. With zeros the codes less those are rounded first.

@@ -96,7 +96,8 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   if (device.architecture < 80 && args.product.x_dtype != DType::kF16) return cudaErrorNotSupported;
   const bool ids = args.row_mode == RowMode::kIds;
   const bool splits = args.product.x_dtype == DType::kF32;  // into numbers that are in order
-  const bool in_order = device.architecture == 90 && (!(ids || splits) || ragged::can_order(args));
+  const bool in_order = device.architecture == 90 &&
+                        (!(ids || splits) || ragged::can_order(args, ragged_warpgroup::float32_sums(args.product)));
   for (const auto launch : {launch_resident, launch_decode}) {
     const cudaError_t error = launch(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;

@@ -96,13 +96,15 @@ int64_t plan_words(const RaggedArgs& args) {
 
 }  // namespace
 
-bool can_order(const RaggedArgs& args) {
+bool can_order(const RaggedArgs& args, int64_t more) {
   const bool float32 = args.product.x_dtype == DType::kF32;
-  const int64_t row_words = args.product.k * element_size(args.product.x_dtype) / 4 + float32;
-  return args.product.k % 8 == 0 && args.scratch_words >= plan_words(args) + args.m * row_words;
+  const int64_t row_words = args.product.k * element_size(args.product.x_dtype) / 4 + (float32 ? 1 + more : 0);
+  return args.product.k % 8 == 0 && room_behind_plan(args) >= 4 * args.m * row_words;
 }
 
 void* ordered_rows(const RaggedArgs& args) { return args.scratch + plan_words(args); }
+
+int64_t room_behind_plan(const RaggedArgs& args) { return 4 * (args.scratch_words - plan_words(args)); }
 
 cudaError_t order(const RaggedArgs& args, const Work& work, const void** x, cudaStream_t stream) {
   void* const ordered = ordered_rows(args);

@@ -63,10 +63,11 @@ Work own_work(const RaggedArgs& args, int tile_rows);
 cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,
                  Work* work);
 
-// Whether scratch has room for the rows of x in the plan's order, and of float32 ones for a number each; where; and
-// they, from then on at `*x`, for a plan that is in scratch.
-bool can_order(const RaggedArgs& args);
+// Whether scratch has room for the rows of x in the plan's order, and of float32 ones for a number each and `more`;
+// where; and they, from then on at `*x`, for a plan that is in scratch.
+bool can_order(const RaggedArgs& args, int64_t more = 0);
 void* ordered_rows(const RaggedArgs& args);
+int64_t room_behind_plan(const RaggedArgs& args);  // bytes of scratch from there on
 cudaError_t order(const RaggedArgs& args, const Work& work, const void** x, cudaStream_t stream);
 
 }  // namespace wonly::ragged

@@ -45,19 +45,24 @@ struct Spans {
   }
 
   __device__ int64_t row(const Item& item, int i) const { return plan.row(item.first + i); }
+  __device__ int64_t dy_row(const Item& item, int i) const {
+    return ragged::x_row(params.work, plan.row(item.first + i));
+  }
 
   __device__ int copied_rows(int, int tokens) const { return tokens; }
 };
 
-template <typename X>
-cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
-  Params<Spans> params = make_params<Spans>(args);
+// `dy`: what the kernel multiplies, rows in the plan's order, of X. `with_shape`: calls what it is given with a null
+// pointer to the kernel's shape.
+template <typename WithShape>
+cudaError_t launch_spans(Params<Spans> params, MatmulArgs dy, const ragged::Work& work, int multiprocessors,
+                         cudaStream_t stream, WithShape&& with_shape) {
+  const MatmulArgs& args = params.args;
   params.cluster = params.partners = args.k > kBlockInputs ? 2 : 1;
   const int64_t groups = ceil_div(args.k, kBlockInputs * params.partners), tiles = ragged::most_tiles(work);
   if (tiles * groups > INT32_MAX / 2) return cudaErrorInvalidValue;
   params.clusters = static_cast<int>(std::min<int64_t>(tiles * groups, std::max(1, multiprocessors / params.cluster)));
   params.source = {work, static_cast<int>(groups), params.partners, static_cast<int>(ceil_div(args.n, kRunN))};
-  MatmulArgs dy = args;
   dy.k = args.n;
   dy.m = work.m;
   CUtensorMap map;
@@ -68,12 +73,19 @@ cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int 
   shape.grid = dim3(static_cast<unsigned>(params.clusters), static_cast<unsigned>(params.cluster));
   shape.cluster = params.cluster;
   shape.cluster_along_y = true;
-  return with_shape<Spans, X>(args, work.tile_rows, [&](auto* s) {
+  return with_shape([&](auto* s) {
     using S = std::remove_pointer_t<decltype(s)>;
     shape.threads = S::kThreads;
     shape.shared_bytes = S::kSharedBytes;
+    shape.early = S::kFloat32;
     return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, map, map, map);
   });
+}
+
+template <typename X>
+cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
+  return launch_spans(make_params<Spans>(args), args, work, multiprocessors, stream,
+                      [&](auto&& launch) { return with_shape<Spans, X>(args, work.tile_rows, launch); });
 }
 
 }  // namespace wonly::transposed_warpgroup

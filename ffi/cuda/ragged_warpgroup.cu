@@ -9,8 +9,15 @@ bool supports(const MatmulArgs& args) {
   MatmulArgs any = args;
   any.m = 1;
   if (args.x_dtype == DType::kF32) any.x_dtype = DType::kF16;  // which they become
-  const bool table = args.shift_mode == ShiftMode::kTable;
-  return !table && warpgroup::supports(any) && (!has_float_shift(args) || rounds(args, kLowRows));
+  if (!warpgroup::supports(any)) return false;
+  const bool float32 = args.x_dtype == DType::kF32;
+  if (args.shift_mode == ShiftMode::kTable) return float32 && args.shift_batch_stride == 0;
+  return !has_float_shift(args) || float32 || rounds(args, kLowRows);
+}
+
+int64_t float32_sums(const MatmulArgs& args) {
+  if (args.x_dtype != DType::kF32 || !has_float_shift(args)) return 0;
+  return ceil_div(args.k, has_small_groups(args) ? 32 : 128);
 }
 
 bool rounds(const MatmulArgs& args, int tile_rows) {
@@ -23,8 +30,13 @@ bool rounds(const MatmulArgs& args, int tile_rows) {
 
 int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
   if (!supports(args)) return 0;
-  if (args.x_dtype == DType::kF32) return rows < costs::kRaggedWarpgroupLeastFloat32Rows * experts ? 0 : kLowRows;
   const bool plain = warpgroup::is_plain(args), small_groups = has_small_groups(args), floats = has_float_shift(args);
+  if (args.x_dtype == DType::kF32) {
+    const int64_t least = !floats        ? costs::kRaggedWarpgroupLeastFloat32Rows
+                          : small_groups ? costs::kRaggedWarpgroupLeastFloat32RowsOfSmallGroups
+                                         : costs::kRaggedWarpgroupLeastFloat32RowsOfShifts;
+    return rows < least * experts ? 0 : kLowRows;
+  }
   const bool low = args.bits == 4 && (plain || floats || !small_groups), high = plain || floats || !low;
   // What makes ragged_tiled slower: outputs, 256 at a time, of which a sixteenth and more are none.
   const bool wasted = (ceil_div(args.n, 256) * 256 - args.n) * 16 >= args.n;

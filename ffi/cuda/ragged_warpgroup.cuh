@@ -7,7 +7,9 @@
 // a group are exact products of 16-bit numbers in float32, and its scale multiplies them there; or weights are rounded
 // (`kind_of` says which), half a stage of them while the tensor cores multiply the half before. A row's result does not
 // depend on other rows. Of float32 rows both numbers that each has become (split_activations.cuh) multiply the same
-// weights, in tiles of up to 64 rows.
+// weights, in tiles of up to 64 rows. What float zeros or offsets are more than the middle of the codes multiplies the
+// sum of a group's activations, which were made with these numbers. A table's entries are two numbers each, too
+// (pair_table.cuh): the larger meets both numbers of an activation, the smaller the larger one.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +17,10 @@
 
 #include "cuda/cluster_tiles.cuh"
 #include "cuda/epilogue.cuh"
+#include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.cuh"
+#include "cuda/pair_table.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_warpgroup.h"
 #include "cuda/rounded_weights.cuh"
@@ -68,6 +72,9 @@ struct Shape {
   static constexpr bool kZeros = kKind == Kind::kRoundedAndZeros;
   static constexpr bool kRounded = kKind == Kind::kRounded || kZeros;
   static constexpr bool kPlain = kKind == Kind::kPlain || kRounded;
+  static constexpr bool kSums = kKind == Kind::kSums, kTable = kKind == Kind::kTable;
+  static constexpr bool kRepeats = kSums || kTable;  // what is not finite
+  static_assert(!kRepeats || kPieces == 2);
 
   // A unit is what the tensor cores work on while the codes of the next are converted.
   static constexpr int kUnits = kFlushes == 4 && (!kRounded || kWarpgroups == kLowWarpgroups) ? 4 : 2;
@@ -78,12 +85,15 @@ struct Shape {
   static constexpr int kWeightsAt = kPieces * kPieceBytes;
   static constexpr int kScalesAt = kWeightsAt + kWarpgroups * kTiles * kTileBytes;
   static constexpr int kZerosAt = kScalesAt + kFlushes * kScaleStride;  // or offsets
-  static constexpr int kStageBytes = (kZerosAt + kFlushes * kOutputs * (kRounded ? 2 : 1) + 1023) / 1024 * 1024;
-  static constexpr int kOtherBytes = kBarrierBytes + kWarpgroups * kStagedBytes + ragged::kMostPlanBytes;
+  static constexpr int kZeroStride = kOutputs * (kSums ? 4 : kRounded ? 2 : 1);
+  static constexpr int kStageBytes = (kZerosAt + kFlushes * kZeroStride + 1023) / 1024 * 1024;
+  static constexpr int kTableBytes = kTable ? pair_table_bytes(kPieces) : 0;
+  static constexpr int kOtherBytes = kBarrierBytes + kWarpgroups * kStagedBytes + kTableBytes + ragged::kMostPlanBytes;
   static constexpr int kStages = (kCtaBytes - kOtherBytes) / kStageBytes;
   static constexpr int kNotesAt = 2 * kStages * 8;
   static constexpr int kStagedAt = kBarrierBytes + kStages * kStageBytes;
-  static constexpr int kPlanAt = kStagedAt + kWarpgroups * kStagedBytes;
+  static constexpr int kTableAt = kStagedAt + kWarpgroups * kStagedBytes;
+  static constexpr int kPlanAt = kTableAt + kTableBytes;
   static_assert(kStages >= 3 && kStageBytes % 1024 == 0 && kHalfBytes % 1024 == 0);
   static_assert(kNotesAt % alignof(Tile) == 0 && kNotesAt + kStages * sizeof(Tile) <= kBarrierBytes);
 };
@@ -94,7 +104,9 @@ struct Params {
   int output_blocks;      // of kOutputs
   int log2_group_blocks;  // group size = 32 << this; -1: one scale per output
   int stage_groups;       // of rounded weights: groups that end in a stage, 4, 2 or 1
-  const float* powers;    // of float32 rows by position: what undoes theirs
+  // Of float32 rows by position: what undoes their powers of two, and [sum, position] the sums of their groups, 128
+  // inputs at most.
+  const float *powers, *sums;
 };
 
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(ragged::kAllLanes, value, 0); }
@@ -192,7 +204,7 @@ __device__ __forceinline__ void produce(const Params& params, const warpgroup::M
   const int blocks = static_cast<int>(ceil_div(args.k, 32));
   const bool scaling = producer == 1 && (S::kPlain || params.log2_group_blocks >= 0);
   const int scale_size = S::kPlain ? 2 : element_size(args.scale_dtype);
-  const bool has_zeros = args.shift_mode == ShiftMode::kZeros, has_shifts = args.shift_mode != ShiftMode::kNone;
+  const bool has_shifts = !S::kTable && args.shift_mode != ShiftMode::kNone;
   const int shift_size = has_shifts ? element_size(args.shift_dtype) : 0;
   const uint32_t n = static_cast<uint32_t>(args.n);
   for (int turn = 0; turn < walk.rounds; ++turn) {
@@ -204,12 +216,11 @@ __device__ __forceinline__ void produce(const Params& params, const warpgroup::M
                                          static_cast<int64_t>(tile.n0 / kTileN + producer) * k_tiles * kTileWords);
     const uint8_t* const scales =
         static_cast<const uint8_t*>(args.scales) + (expert * args.scales_batch_stride + tile.n0) * scale_size;
-    const uint8_t* const zeros = static_cast<const uint8_t*>(args.shift) + expert * args.shift_batch_stride + tile.n0;
+    const uint8_t* const shifts =
+        static_cast<const uint8_t*>(args.shift) + (expert * args.shift_batch_stride + tile.n0) * shift_size;
     const bool has_weights = producer * kTileN < outputs, has_rows = producer * S::kBoxRows < tile.rows;
-    const int scale_bytes = outputs * scale_size;
-    const int group_bytes = !scaling      ? 0
-                            : S::kRounded ? S::kOutputs * (2 + shift_size)
-                                          : scale_bytes + (has_zeros ? outputs : 0);
+    const int scale_bytes = outputs * scale_size, shift_bytes = outputs * shift_size;
+    const int group_bytes = !scaling ? 0 : S::kRounded ? S::kOutputs * (2 + shift_size) : scale_bytes + shift_bytes;
     const int whole_bytes = (has_weights ? kStripBytes : 0) + (has_rows ? S::kPieces * 2 * kBoxBytes : 0);
     const int row = tile.first + producer * S::kBoxRows;
     int stage = first_stage(tile, args.n, stages);
@@ -258,7 +269,9 @@ __device__ __forceinline__ void produce(const Params& params, const warpgroup::M
             const uint32_t group = (stage * (kStageK / 32) + flush) >> params.log2_group_blocks;
             const uint64_t first = static_cast<uint64_t>(group) * n;
             ptx::bulk_copy(to + S::kScalesAt + flush * S::kScaleStride, scales + first * scale_size, scale_bytes, done);
-            if (has_zeros) ptx::bulk_copy(to + S::kZerosAt + flush * S::kOutputs, zeros + first, outputs, done);
+            if (has_shifts) {
+              ptx::bulk_copy(to + S::kZerosAt + flush * S::kZeroStride, shifts + first * shift_size, shift_bytes, done);
+            }
           }
         }
       }
@@ -277,6 +290,9 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
   using Base = tiles::ConsumerOf<S::kWarpgroups>;
   using Base::row, Base::thread, Base::warpgroup;
   static constexpr int kSums = S::kTileRows / 2;
+
+  const uint8_t* table = nullptr;  // of pairs of codes
+  float undo_table = 1.f;
 
   // The sums of a tile of up to kColumns rows, whose first stage is full.
   template <int kColumns>
@@ -408,20 +424,32 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     const int stages = static_cast<int>(ceil_div(args.k, kStageK));
     const int blocks = static_cast<int>(ceil_div(args.k, 32));
     const bool grouped = S::kPlain || params.log2_group_blocks >= 0;
-    const bool has_zeros = args.shift_mode == ShiftMode::kZeros;
+    const bool has_zeros = !S::kRepeats && args.shift_mode == ShiftMode::kZeros;
+    const float unscale = S::kTable ? undo_table : C::kUnscale;
     const bool wide = !S::kPlain && args.scale_dtype == DType::kF32;
     const bool bf16 = S::kPlain ? C::kBf16 : args.scale_dtype == DType::kBF16;
     const int of_tile = warpgroup * kTileN + row();  // this lane's outputs: n0 + of_tile and n0 + of_tile + 8
 
     float part[kColumns / 2], scale[2] = {};
+    [[maybe_unused]] float shift[2] = {};
+    constexpr float kBias = static_cast<float>(bias_of(S::kBits));
     uint32_t zero[2];
-    zero[0] = zero[1] = C::minus_zero(static_cast<float>(bias_of(S::kBits)));
+    zero[0] = zero[1] = C::minus_zero(kBias);
+    // What multiplies sums of activations.
+    const auto shift_of = [&](float scale, float shift) {
+      const bool offsets = args.shift_mode == ShiftMode::kOffsets;
+      return fmaf(offsets ? kBias : kBias - shift, scale, offsets ? shift : 0.f);
+    };
     if (!grouped) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int64_t n = min(static_cast<int64_t>(tile.n0 + of_tile + 8 * i), args.n - 1);
-        scale[i] =
-            load_element(args.scales, tile.expert * args.scales_batch_stride + n, args.scale_dtype) * C::kUnscale;
+        const float stored = load_element(args.scales, tile.expert * args.scales_batch_stride + n, args.scale_dtype);
+        scale[i] = stored * unscale;
+        if (S::kSums) {
+          shift[i] =
+              shift_of(stored, load_element(args.shift, tile.expert * args.shift_batch_stride + n, args.shift_dtype));
+        }
         if (has_zeros) {
           const uint8_t* const zeros = static_cast<const uint8_t*>(args.shift) + tile.expert * args.shift_batch_stride;
           zero[i] = C::minus_bytes(ptx::low_twice(zeros[n]));
@@ -429,8 +457,13 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       }
     }
     uint32_t codes[2][S::kUnitSteps][4];
+    [[maybe_unused]] uint32_t seconds[2][S::kTable ? S::kUnitSteps : 1][4];  // what a table's numbers are beyond fp16
     uint4 words[kVectors];
     uint32_t zero_bits[2], scale_bits[2];
+    [[maybe_unused]] uint32_t shift_bits[2];
+    constexpr int kSumVectors = (kColumns + 31) / 32;
+    [[maybe_unused]] float sum_of[kSumVectors];  // of rows `lane` and `lane` + 32, for the next flush
+    const int lane = threadIdx.x % 32;
     // Loads come some instructions before what they are for.
     const auto load_unit = [&](const uint8_t* data, int unit) {
       load_words(data, unit, words);
@@ -445,7 +478,15 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
         for (int i = 0; i < 2; ++i) zero[i] = C::minus_bytes(ptx::low_twice(zero_bits[i]));
       }
       uint32_t (&to)[S::kUnitSteps][4] = codes[unit % 2];
-      if constexpr (kShared) {
+      if constexpr (S::kTable) {
+#pragma unroll
+        for (int step = 0; step < S::kUnitSteps; step += kVectorSteps / 2) {
+          const uint4& both = words[kShared ? 0 : step / kVectorSteps];
+          const bool second = (unit * S::kUnitSteps + step) / (kVectorSteps / 2) % 2 == 1;
+          warpgroup::look_up_half<S::kPieces>(second ? both.z : both.x, second ? both.w : both.y, table, lane,
+                                              to + step, seconds[unit % 2] + step);
+        }
+      } else if constexpr (kShared) {
         const uint4& both = words[0];
         warpgroup::convert_half<X, S::kBits>(unit % 2 == 0 ? both.x : both.z, unit % 2 == 0 ? both.y : both.w, zero[0],
                                              zero[1], to);
@@ -463,6 +504,9 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
                                                unit * S::kUnitSteps, S::kHalfBytes,
                                                piece > 0 || (S::kFlushes == 1 && unit > 0));
       }
+      if constexpr (S::kTable) {
+        warpgroup::multiply_steps<X, kColumns>(part, seconds[unit % 2], x, unit * S::kUnitSteps, S::kHalfBytes, true);
+      }
     };
     const auto load_scales = [&](const uint8_t* data, int group) {
       const uint8_t* const from = data + S::kScalesAt + group * S::kScaleStride;
@@ -470,6 +514,10 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       for (int i = 0; i < 2; ++i) {
         scale_bits[i] = wide ? reinterpret_cast<const uint32_t*>(from)[of_tile + 8 * i]
                              : reinterpret_cast<const uint16_t*>(from)[of_tile + 8 * i];
+        if (!S::kSums) continue;
+        const uint8_t* const shifts = data + S::kZerosAt + group * S::kZeroStride;
+        shift_bits[i] = args.shift_dtype == DType::kF32 ? reinterpret_cast<const uint32_t*>(shifts)[of_tile + 8 * i]
+                                                        : reinterpret_cast<const uint16_t*>(shifts)[of_tile + 8 * i];
       }
     };
     // Of a group whose scales were copied; without, all of its activations are zeros.
@@ -480,7 +528,29 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
         const float narrow =
             bf16 ? __uint_as_float(bits << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
         const float stored = copied ? (wide ? __uint_as_float(bits) : narrow) : 0.f;
-        scale[i] = grouped ? stored * C::kUnscale : scale[i];
+        scale[i] = grouped ? stored * unscale : scale[i];
+        if (S::kSums && grouped) shift[i] = copied ? shift_of(stored, from_bits(shift_bits[i], args.shift_dtype)) : 0.f;
+      }
+    };
+    // From memory, as rows begin anywhere, a flush before they are needed.
+    const auto load_sums = [&](int stage, int group) {
+      const bool there = S::kFlushes == 1 || stage * (kStageK / 32) + group < blocks;
+      const float* const from =
+          params.sums + static_cast<int64_t>(stage * S::kFlushes + group) * params.work.m + tile.first;
+#pragma unroll
+      for (int i = 0; i < kSumVectors; ++i) {
+        sum_of[i] = there && i * 32 + lane < tile.rows ? __ldg(from + i * 32 + lane) : 0.f;
+      }
+    };
+    const auto add_sums = [&] {
+#pragma unroll
+      for (int i = 0; i < kColumns / 2; i += 2) {  // of two rows
+        const int row = i / 4 * 8 + lane % 4 * 2;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float sum = __shfl_sync(ragged::kAllLanes, sum_of[i / 16], row % 32 + j);
+          acc[i + j] = fmaf(shift[i % 4 / 2], sum, acc[i + j]);
+        }
       }
     };
 
@@ -488,6 +558,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     for (float& sum : acc) sum = 0.f;
     int stage = first_stage(tile, args.n, stages);
     const uint8_t* data = ring.stage();
+    if (S::kSums) load_sums(stage, 0);
     load_unit(data, 0);
     convert_unit(0);
 #pragma unroll 1
@@ -502,7 +573,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
         if (flushes) load_scales(data, group);
         multiply_unit(x, unit);
         if (flushes) set_scales(S::kFlushes == 1 || group < groups);
-        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<S::kPieces>();
+        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<S::kPieces + S::kTable>();
         if (last) {
           ring.at.advance();
           data = ring.stage();
@@ -514,6 +585,10 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
           ring.wait_full();
           load_unit(data, 0);
           convert_unit(0);
+        }
+        if (S::kSums && flushes) {
+          add_sums();
+          load_sums(stage, S::kFlushes > 1 ? (unit + 1) % S::kUnits : 0);
         }
         if (flushes) {
           ptx::wgmma_wait<0>();
@@ -558,6 +633,14 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
           const float undo = S::kPieces > 1 ? params.powers[at] : 1.f;
 #pragma unroll
           for (float& value : values) value *= undo;
+          if constexpr (S::kRepeats) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+              if (isfinite(values[j]) || n + j >= args.n) continue;
+              const int x_row = ragged::x_row(params.work, plan.row(at));
+              values[j] = exact_sum<S::kTable>(args, tile.expert, x_row, n + j, 0, args.k);
+            }
+          }
           wonly::finish(of, plan.row(at), n, values, biases);
         });
   }
@@ -638,6 +721,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       plan.spans += plan.span_count;
     }
   }
+  [[maybe_unused]] float undo_table = 1.f;
+  if constexpr (S::kTable) {
+    static_assert(S::kConsumers == kTablePairs);
+    if (threadIdx.x < kTablePairs) {
+      undo_table = prepare_table<typename S::X, S::kPieces>(static_cast<const float*>(params.args.shift),
+                                                            shared + S::kTableAt, static_cast<int>(threadIdx.x));
+    }
+    __syncthreads();
+  }
   const Walk<S::kWarpgroups> walk(uniform(plan.tile_count) * params.output_blocks, mixed);
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= S::kWarpgroups * 4) {
@@ -645,7 +737,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     produce<S>(params, maps, plan, walk, ring, warp - S::kWarpgroups * 4);
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
-    const Consumer<S> consumer{{warp / 4, warp % 4}};
+    const Consumer<S> consumer{{warp / 4, warp % 4}, shared + S::kTableAt, undo_table};
     for (int turn = 0; turn < walk.rounds; ++turn) consumer.run(params, plan, ring);
   }
 #else
@@ -660,6 +752,7 @@ cudaError_t launch_shape(Params params, int multiprocessors, cudaStream_t stream
   MatmulArgs x = args;
   x.m = params.work.m;
   if (S::kPieces > 1) {
+    x.x = args.scratch;
     x.x_dtype = DType::kF16;
     x.batch = S::kPieces;
     x.x_batch_stride = x.m * x.k;
@@ -697,25 +790,40 @@ inline cudaError_t launch_split(const MatmulArgs& args, const ragged::Work& work
   params.args = args;
   params.work = work;
   params.log2_group_blocks = log2_group_blocks(args);
-  const int log2 = params.log2_group_blocks;
   const int* const order = work.row_mode == RowMode::kIds ? ragged::planned_order(work) : nullptr;
+  ActivationSums sums{};
+  const int64_t count = float32_sums(args);
+  if (count > 0) {
+    float* const to = static_cast<float*>(args.scratch) + static_cast<int64_t>(work.m) * (args.k + 1);
+    const int log2_vectors = has_small_groups(args) ? 2 : 4;  // of 32 or 128 inputs
+    static_assert(kStageK == kSplitEach << 4);
+    sums = {to, log2_vectors, static_cast<int>(count), work.m, Divisor(work.m)};
+  }
   float* powers;
   const cudaError_t error =
-      launch_split_activations(args.x, order, work.repeat, work.m, args.k, {}, args.scratch, &powers, stream);
+      launch_split_activations(args.x, order, work.repeat, work.m, args.k, sums, args.scratch, &powers, stream);
   if (error != cudaSuccess) return error;
-  params.args.x = args.scratch;
   params.powers = powers;
-  const auto launch = [&](auto bits, auto flushes) {
-    constexpr int kWarpgroups =
-        bits.value == 4 ? kLowWarpgroups : kHighWarpgroups;  // shared memory has no room for more
-    return launch_shape<Shape<__half, bits.value, kWarpgroups, flushes.value, Kind::kOther, 2>>(params, multiprocessors,
-                                                                                                stream);
+  params.sums = sums.to;
+  const auto launch = [&](auto bits, auto flushes, auto kind) {
+    // Shared memory has no room for more of eight bits, or beside a table. With sums registers are spilled, which pays
+    // with small groups alone.
+    constexpr bool kFew = kind.value == Kind::kTable || (kind.value == Kind::kSums && flushes.value == 1);
+    constexpr int kWarpgroups = bits.value == 4 && !kFew ? kLowWarpgroups : kHighWarpgroups;
+    return launch_shape<Shape<__half, bits.value, kWarpgroups, flushes.value, kind.value, 2>>(params, multiprocessors,
+                                                                                              stream);
+  };
+  const auto with_kind = [&](auto bits, auto kind) {
+    return has_small_groups(args) ? launch(bits, std::integral_constant<int, 4>{}, kind)
+                                  : launch(bits, std::integral_constant<int, 1>{}, kind);
   };
   const auto with_bits = [&](auto bits) {
-    return log2 == 0 || log2 == 1 ? launch(bits, std::integral_constant<int, 4>{})
-                                  : launch(bits, std::integral_constant<int, 1>{});
+    return count > 0 ? with_kind(bits, std::integral_constant<Kind, Kind::kSums>{})
+                     : with_kind(bits, std::integral_constant<Kind, Kind::kOther>{});
   };
-  return args.bits == 4 ? with_bits(std::integral_constant<int, 4>{}) : with_bits(std::integral_constant<int, 8>{});
+  constexpr std::integral_constant<int, 4> four;
+  if (args.shift_mode == ShiftMode::kTable) return with_kind(four, std::integral_constant<Kind, Kind::kTable>{});
+  return args.bits == 4 ? with_bits(four) : with_bits(std::integral_constant<int, 8>{});
 }
 
 template <typename X>

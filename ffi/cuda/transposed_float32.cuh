@@ -1,11 +1,13 @@
-// Products of matmul_transposed_warpgroup.cuh with float32 dy: symmetric codes or integer zeros.
+// Products of matmul_transposed_warpgroup.cuh with float32 dy: symmetric codes, integer zeros, or a table.
 //
-// A kernel before (matmul_transposed_warpgroup_f32.cu) writes dy as two fp16 numbers each, in units of a power of two
-// of the token, and scales as two in units of one of their group. The code less its zero is an exact fp16 number, and
-// its product with a scale again two: the rounded one and what that lost. Of four bits and bf16 scales the rounded
-// product is exact. Both are register operands of wgmma, of which the larger is multiplied by both numbers of dy, and
-// the smaller by the larger of dy: a term is exact to 2^-21 of itself, or 2^-38 of the largest dy of its token times
-// the largest scale of its group. Tensor cores cut off what they add, so sums of a few stages are added up apart.
+// A kernel before (transposed_float32_operands.cuh) writes dy as two fp16 numbers each, in units of a power of two of
+// the token, and scales as two in units of one of their group. The code less its zero is an exact fp16 number, and its
+// product with a scale again two: the rounded one and what that lost. Of four bits and bf16 scales the rounded product
+// is exact. A table's numbers are two of fp16, too, looked up in shared memory by pairs of codes. Both numbers of a
+// weight are register operands of wgmma, of which the larger is multiplied by both numbers of dy, and the smaller by
+// the larger of dy: a term is exact to 2^-21 of itself (with a table 2^-20), or 2^-39 of the largest dy of its token,
+// 2^-32 of the largest scale of its group, or 2^-31 of the table's largest number, times its other factors. Tensor
+// cores cut off what they add, so sums of a few stages are added up apart.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -13,6 +15,7 @@
 #include <algorithm>
 
 #include "cuda/element.cuh"
+#include "cuda/pair_table.cuh"
 #include "cuda/ring.cuh"
 #include "cuda/transposed_items.cuh"
 #include "cuda/transposed_register_weights.cuh"
@@ -22,16 +25,21 @@
 
 namespace wonly::transposed_warpgroup {
 
-// kExact: weights are exact fp16 numbers.
-template <int kBits_, int kTokens_, bool kExact_>
+// What codes are: numbers whose products with scales are exact in fp16, other numbers, or those of a table.
+enum class Float32Codes { kExact, kNumbers, kOfTable };
+// Where the largest scale of a group, and the largest number of a table, are in their units: no product with 255, and
+// none of both, is beyond fp16.
+constexpr int kScaleTop = 7, kTableTop = 6;
+
+template <typename Source_, int kBits_, int kTokens_, Float32Codes kCodes>
 struct Float32Shape {
-  using Source = Consecutive;
+  using Source = Source_;
   using X = __half;  // of the operands
   static constexpr bool kInRegisters = true, kMovesRegisters = true, kFloat32 = true;
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
-  static constexpr bool kExact = kExact_;
+  static constexpr bool kExact = kCodes == Float32Codes::kExact, kTable = kCodes == Float32Codes::kOfTable;
   static constexpr int kBlockK = 128, kTiles = 1;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kColumns = kTokens, kParts = 1, kPieces = 2;
@@ -48,18 +56,20 @@ struct Float32Shape {
   static constexpr int kSourceAt = kMostSharedBytes - Source::kSharedBytes;
   static constexpr int kUndoAt = kSourceAt - kConsumers * kTokens * 4;
   static constexpr int kStagingAt = (kUndoAt - kConsumers * kStagingBytes) / 1024 * 1024;
-  static constexpr int kRingBytes = kStagingAt - kBarrierBytes;
+  static constexpr int kTableAt = kStagingAt - (kTable ? pair_table_bytes(2) : 0);
+  static constexpr int kRingBytes = kTableAt - kBarrierBytes;
   static constexpr int kStages = std::min(kRingBytes / kStageBytes, kMostStages);
   static constexpr int kSharedBytes = kMostSharedBytes;
-  static constexpr float kUnscale = 1.f;
+  static constexpr float kUnscale = 1.f / (1 << kScaleTop);
   static constexpr int kArrivals = 2;  // at a stage: who copies
   static constexpr int kSummed = 4;    // stages whose sums the tensor cores add up
+  static_assert(kTableAt % 1024 == 0);
   static_assert(kStages >= 3 && kSummed % 2 == 0);
 };
 
-// Adds the products of an item's stages up.
+// Adds the products of an item's stages up. `table`: the numbers of pairs of codes, where these are of one.
 template <typename S>
-__device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const Item& item,
+__device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const Item& item, const uint8_t* table,
                                                         RingPosition<S::kStages>& at, float (&acc)[1][S::kTokens / 2]) {
   using F = Fragments<S>;
   constexpr int kNumbers = S::kExact ? 1 : 2;  // of a weight
@@ -79,9 +89,10 @@ __device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const
     const uint8_t* const from = cta.ring + at.slot * S::kStageBytes;
     const uint32_t row = ptx::shared_address(from) + own[1];
     uint32_t words[kAtomsPerTile][F::kWords], moved[kAtomsPerTile][F::kMoved];
-    uint32_t scales[kNumbers][2 * kAtomsPerTile], zeros[2 * kAtomsPerTile];
+    uint32_t scales[kNumbers][2 * kAtomsPerTile];
+    [[maybe_unused]] uint32_t zeros[2 * kAtomsPerTile];
     F::load(from + own[0], words);
-    load_row(row + 2 * S::kRowBytes, zeros);
+    if constexpr (!S::kTable) load_row(row + 2 * S::kRowBytes, zeros);
 #pragma unroll
     for (int number = 0; number < kNumbers; ++number) load_row(row + number * S::kRowBytes, scales[number]);
     fragments.move(words, moved);
@@ -90,7 +101,10 @@ __device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const
 #pragma unroll
       for (int word = 0; word < F::kMoved; ++word) {
         uint32_t pairs[F::kPairs];
-        if constexpr (S::kBits == 4) {
+        [[maybe_unused]] uint32_t beyond[F::kPairs];
+        if constexpr (S::kTable) {
+          look_up_pairs<2>(moved[atom][word], table, cta.lane, pairs, beyond);
+        } else if constexpr (S::kBits == 4) {
           uint4_above_1024(moved[atom][word], pairs);
         } else {
           uint8_above_1024(moved[atom][word], pairs);
@@ -99,14 +113,17 @@ __device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const
         for (int i = 0; i < F::kPairs; ++i) {
           constexpr uint32_t kOne = 0x3c003c00u, kSixteenth = 0x2c002c00u, k960 = 0x63806380u, kMinus = 0x80008000u;
           const int half = F::half_of(word, i), to_register = half * 2 + i % 2, of = atom * 2 + half;
-          // Odd pairs of four bits are under 1024 sixteen times.
-          const uint32_t code = S::kBits == 4 && i % 2 == 1
-                                    ? fma_f16x2(pairs[i], kSixteenth, fma_f16x2(zeros[of], kOne, k960))
-                                    : fma_f16x2(pairs[i], kOne, zeros[of]);
+          uint32_t code = pairs[i];
+          if constexpr (!S::kTable) {  // odd pairs of four bits are under 1024 sixteen times
+            code = S::kBits == 4 && i % 2 == 1 ? fma_f16x2(code, kSixteenth, fma_f16x2(zeros[of], kOne, k960))
+                                               : fma_f16x2(code, kOne, zeros[of]);
+          }
           const uint32_t weight = fma_f16x2(code, scales[0][of], kMinus);
           to[0][atom][to_register] = weight;
           if constexpr (!S::kExact) {
-            to[1][atom][to_register] = fma_f16x2(code, scales[1][of], fma_f16x2(code, scales[0][of], weight ^ kMinus));
+            uint32_t lost = fma_f16x2(code, scales[0][of], weight ^ kMinus);
+            if constexpr (S::kTable) lost = fma_f16x2(beyond[i], scales[0][of], lost);
+            to[1][atom][to_register] = fma_f16x2(code, scales[1][of], lost);
           }
         }
       }

@@ -106,6 +106,7 @@ struct Consecutive {
   }
 
   __device__ int64_t row(const Item& item, int i) const { return item.weights * m + item.first + i; }
+  __device__ int64_t dy_row(const Item& item, int i) const { return item.first + i; }
 
   // Of a block from row `first` of dy on: the copy engine takes longer for rows that are not there than for others.
   __device__ int copied_rows(int first, int tokens) const {

@@ -163,6 +163,7 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   RingPosition<S::kStages> at;
   for (int index = cta.first_item; index < cta.source.items(); index += params.clusters) {
     const Item item = cta.source.item(index, cta.rank);
+    if (item.weights < 0) continue;  // nobody waits for it
     last_split = item.split;
     if (cta.warp == kWarps) {
       const int batch = args.x_batch_stride == 0 ? 0 : item.weights;

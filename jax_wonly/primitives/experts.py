@@ -188,8 +188,13 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
     if platform == "cuda":
         from jax_wonly import _cuda_experts
 
-        ids = p.row_mode == RowMode.IDS
-        scratch = _cuda_experts.scratch(shape[0], qw.shape[0], x.shape[1], x.dtype, ids=ids, transpose=p.transpose)
+        own = max(a.shape[0] for a in (scales, *split_rest(rest, p.shift_mode)[0]))
+        scratch = _cuda_experts.scratch(
+            product_of(shape[0], qw.shape[0], x, scales, rest, p),
+            ids=p.row_mode == RowMode.IDS,
+            transpose=p.transpose,
+            parameter_batch=own,
+        )
     results = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((scratch,), jnp.int32))
     shift, bias = split_rest(rest, p.shift_mode)
     shift_mode, shift = as_operand(p.table, p.shift_mode, shift)

@@ -67,7 +67,7 @@ def test_product(rng, draw):
     y, x64 = product(x, qt), np.asarray(x).astype(np.float64)
     roundings = np.zeros((m, PERIOD))
     if rounds_weights("cuda", x, qt) and x_dtype != "float32":
-        roundings = UNITS[x_dtype] * alike(scheme["bits"], scheme["group_size"] or k) * np.sqrt(x64**2 @ few.dense**2)
+        roundings = UNITS[x_dtype] * alike(scheme["bits"], scheme["group_size"] or k) * np.sqrt(x64**2 @ few.rounded**2)
     exact, terms = x64 @ few.dense, np.abs(x64) @ few.magnitude
     assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
     np.testing.assert_array_equal(np.asarray(product(x, qt)), np.asarray(y))
@@ -86,7 +86,7 @@ def test_gradient(rng, draw):
     dx, dy64 = gradient(dy, qt), np.asarray(dy).astype(np.float64)
     unit = UNITS[x_dtype] if x_dtype != "float32" else 0.0
     terms = folded(np.abs(dy64)) @ few.magnitude.T
-    roundings = unit * np.sqrt((folded(dy64) ** 2 + folded(dy64**2)) @ few.dense.T**2)
+    roundings = unit * np.sqrt((folded(dy64) ** 2 + folded(dy64**2)) @ few.rounded.T**2)
     assert_close(dx, folded(dy64) @ few.dense.T, terms, roundings, n)
     np.testing.assert_array_equal(np.asarray(gradient(dy, qt)), np.asarray(dx))
 
@@ -107,8 +107,8 @@ def test_experts(rng, draw):
     y, x64 = product(x, qt, jnp.asarray(sizes, jnp.int32)), np.asarray(x).astype(np.float64)
     unit = UNITS[x_dtype] if x_dtype != "float32" else 0.0
     for expert, (begin, end) in enumerate(zip(np.cumsum(sizes) - sizes, np.cumsum(sizes), strict=True)):
-        mine, dense = x64[begin:end], few.dense[expert]
+        mine, dense, rounded = x64[begin:end], few.dense[expert], few.rounded[expert]
         if end > begin:
             exact, terms = mine @ dense, np.abs(mine) @ few.magnitude[expert]
-            roundings = unit * alike(scheme["bits"], scheme["group_size"] or k) * np.sqrt(mine**2 @ dense**2)
+            roundings = unit * alike(scheme["bits"], scheme["group_size"] or k) * np.sqrt(mine**2 @ rounded**2)
             assert_close(y[begin:end], all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)

@@ -22,14 +22,15 @@ def transposed(dy, qt, k, implementation="cuda"):
 
 
 def assert_transposed(dx, dy, weight):
-    """Holds ``dx`` to float64: the accumulation of what is added up, 16-bit weights' rounding, and the result's."""
+    """Holds ``dx`` to float64: the accumulation of what is added up, the rounding of 16-bit weights, and of offsets
+    before they are added, and the result's."""
     dtype = str(dy.dtype)
     dy64 = np.asarray(dy).astype(np.float64)
     w, magnitude = weight.dense.swapaxes(-1, -2), weight.magnitude.swapaxes(-1, -2)
     exact = dy64 @ w
     bound = 2.0**-21 * max(1.0, np.sqrt(dy.shape[-1]) / 8) * (np.abs(dy64) @ magnitude)
     if dtype != "float32":
-        bound = bound + 3 * UNITS[dtype] * np.sqrt(dy64**2 @ w**2)
+        bound = bound + 3 * UNITS[dtype] * np.sqrt(dy64**2 @ weight.rounded.swapaxes(-1, -2) ** 2)
     bound = 1.2 * bound + rounding(exact, dtype) + 1e-7
     got = np.asarray(dx).astype(np.float64)
     assert str(dx.dtype) == dtype and got.shape == exact.shape

@@ -1,0 +1,67 @@
+// Tables of float32 numbers that four-bit codes index, in shared memory: of all pairs of two, of which every lane of a
+// warp has its own, so that no bank is asked twice at a time. Numbers are rounded to 16 bits, or are two fp16 numbers
+// each (`kPieces`), in units of a power of two that the largest sets.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "cuda/element.cuh"
+#include "cuda/ptx.cuh"
+#include "cuda/split_row.cuh"
+
+namespace wonly {
+
+constexpr int kTablePairs = 256;
+constexpr int pair_table_bytes(int pieces) { return kTablePairs * pieces * 32 * 4; }
+
+// The numbers of a word's pairs of codes, pair i that of nibbles i and i + 4; of two pieces also the second ones.
+template <int kPieces>
+__device__ __forceinline__ void look_up_pairs(uint32_t word, const uint8_t* table, uint32_t lane, uint32_t (&first)[4],
+                                              uint32_t (&second)[4]) {
+  constexpr int kLog2Stride = kPieces == 1 ? 7 : 8;  // of a pair's numbers for all lanes
+  // Both codes of a pair in a byte: of pairs 0 and 2, and of 1 and 3.
+  const uint32_t bytes[2] = {(word & 0x0f0fu) | (word >> 12 & 0xf0f0u), (word >> 4 & 0x0f0fu) | (word >> 16 & 0xf0f0u)};
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    const uint32_t of_pair = bytes[pair % 2];
+    const uint32_t at = (pair < 2 ? of_pair << kLog2Stride : of_pair >> (8 - kLog2Stride)) & 0xffu << kLog2Stride;
+    const uint32_t* const from = reinterpret_cast<const uint32_t*>(table + (at | lane * 4));
+    first[pair] = from[0];
+    if (kPieces > 1) second[pair] = from[32];
+  }
+}
+
+// The table for that, by as many threads as there are pairs. Returns what undoes its power of two; of two pieces the
+// largest number is 2^kTop or more in its units, below 2^(kTop + 1).
+template <typename X, int kPieces, int kTop = kSplitTop>
+__device__ __forceinline__ float prepare_table(const float* numbers, uint8_t* to, int pair) {
+  const float2 both = {__ldg(numbers + pair % 16), __ldg(numbers + pair / 16)};
+  uint32_t first = 0, second = 0;
+  float undo = 1.f;
+  if constexpr (kPieces == 1) {
+    first = from_float2<X>(both.x, both.y);
+  } else {
+    constexpr float kUp = 1.f / (1 << (kSplitTop - kTop));
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float4 four = __ldg(reinterpret_cast<const float4*>(numbers) + i);
+      for (const float value : {four.x, four.y, four.z, four.w}) largest = larger_finite(largest, value);
+    }
+    const uint32_t power = split_power(largest);
+    const float up = split_factor(power) * kUp;
+    const float2 left = beyond_fp16({both.x * up, both.y * up}, &first);
+    second = from_float2<__half>(left.x, left.y);
+    undo = split_undo(power) * (1.f / kUp);
+  }
+  uint32_t* const of_pair = reinterpret_cast<uint32_t*>(to) + pair * kPieces * 32;
+#pragma unroll 4
+  for (int i = 0; i < 32; ++i) {
+    const int lane = (i + pair) % 32;  // in another bank for every thread of a warp
+    of_pair[lane] = first;
+    if (kPieces > 1) of_pair[32 + lane] = second;
+  }
+  return undo;
+}
+
+}  // namespace wonly
