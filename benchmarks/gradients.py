@@ -50,6 +50,10 @@ SUITES = {
         for scales in ("float32", "bfloat16")
         for m in (1, 16, 64, 256, 1024, 4096)
     ],
+    "float32_tables": [
+        case(8192, 8192, m, dtype="float32", group_size=64, mode="nf4", scales="float32")
+        for m in (1, 16, 64, 256, 1024)
+    ],
     "float32": [case(k, n, m, dtype="float32") for k, n in SHAPES for m in (8, 16, 64, 128, 256, 512, 1024, 4096)]
     + [
         case(8192, 8192, m, dtype="float32", **scheme)

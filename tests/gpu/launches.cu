@@ -189,10 +189,10 @@ void products_with_tables() {
         c.run("table", args.y, args.batch * m * n * element_size(type), [&] { return launch_matmul(args, nullptr); });
       }
       for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {640, 2056, 32}, {104, 72, 0}}) {
-        if (type == DType::kF32) continue;
         Case c;
         const MatmulArgs args = product(c, 1, m, k, n, group, 4, type, 4, true);
-        c.run("transposed table", args.y, m * k * 2, [&] { return launch_matmul_transposed(args, nullptr); });
+        c.run("transposed table", args.y, m * k * element_size(type),
+              [&] { return launch_matmul_transposed(args, nullptr); });
       }
     }
   }
@@ -228,10 +228,10 @@ void ragged_products() {
                                          {4, 1600}}) {
           for (const bool ids : {false, true}) {
             Case c;
-            const int scheme = bits == 4 && type != DType::kF32 ? seen % 5 : seen % 4;
+            const int scheme = bits == 4 ? seen % 5 : seen % 4;
             const int64_t k = 256, n = 136;
             RaggedArgs args{};
-            args.product = product(c, 1, m, k, n, 64, bits, type, scheme, transposed, experts);
+            args.product = product(c, 1, m, k, n, 32 << seen % 3, bits, type, scheme, transposed, experts);
             args.product.batch = args.product.m = args.product.x_batch_stride = 0;  // rows are counted by the plan
             args.experts = experts, args.m = m, args.repeat = 1;
             args.row_mode = ids ? RowMode::kIds : RowMode::kSizes;
@@ -241,8 +241,9 @@ void ragged_products() {
                         : static_cast<int32_t>(random_word() % static_cast<uint32_t>(m / 2 + 1));
             }
             args.rows = static_cast<int32_t*>(c.copy(rows.data(), rows.size() * 4));
-            args.scratch_words = m * (kRaggedScratchPerRow + 1 + std::max(k, n)) + experts * kRaggedScratchPerExpert +
-                                 2 * kRaggedScratchFixed;
+            args.scratch_words = m * (kRaggedScratchPerRow + 1 + std::max(k, n) + k / 32) +
+                                 experts * kRaggedScratchPerExpert + 2 * kRaggedScratchFixed;
+            args.scratch_words += transposed_warpgroup::float32_bytes(args.product, 0, experts) / 4;
             args.scratch = static_cast<int32_t*>(c.room(args.scratch_words * 4));
             c.run("ragged", args.product.y, m * (transposed ? k : n) * element_size(type), [&] {
               return transposed ? launch_ragged_matmul_transposed(args, nullptr) : launch_ragged_matmul(args, nullptr);
