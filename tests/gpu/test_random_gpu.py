@@ -45,6 +45,13 @@ def assert_close(y, exact, terms, roundings, inputs: int) -> None:
     assert worst <= 1, f"error is {worst:.3g} times the bound"
 
 
+def alike_in(scheme: dict, x_dtype: str, k: int) -> float:
+    """As ``alike``, but zeros and offsets of another type than x are rounded to that, the same for a whole group."""
+    floats = scheme["mode"] in ("float_zeros", "offsets")
+    rounded = floats and (scheme["shift_dtype"] or scheme["scale_dtype"]) != x_dtype
+    return alike(0 if rounded else scheme["bits"], scheme["group_size"] or k)
+
+
 def all_columns(a: np.ndarray, n: int) -> np.ndarray:
     return np.tile(a, -(-n // PERIOD))[..., :n]
 
@@ -67,7 +74,7 @@ def test_product(rng, draw):
     y, x64 = product(x, qt), np.asarray(x).astype(np.float64)
     roundings = np.zeros((m, PERIOD))
     if rounds_weights("cuda", x, qt) and x_dtype != "float32":
-        roundings = UNITS[x_dtype] * alike(scheme["bits"], scheme["group_size"] or k) * np.sqrt(x64**2 @ few.rounded**2)
+        roundings = UNITS[x_dtype] * alike_in(scheme, x_dtype, k) * np.sqrt(x64**2 @ few.rounded**2)
     exact, terms = x64 @ few.dense, np.abs(x64) @ few.magnitude
     assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
     np.testing.assert_array_equal(np.asarray(product(x, qt)), np.asarray(y))
@@ -110,5 +117,5 @@ def test_experts(rng, draw):
         mine, dense, rounded = x64[begin:end], few.dense[expert], few.rounded[expert]
         if end > begin:
             exact, terms = mine @ dense, np.abs(mine) @ few.magnitude[expert]
-            roundings = unit * alike(scheme["bits"], scheme["group_size"] or k) * np.sqrt(mine**2 @ rounded**2)
+            roundings = unit * alike_in(scheme, x_dtype, k) * np.sqrt(mine**2 @ rounded**2)
             assert_close(y[begin:end], all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
