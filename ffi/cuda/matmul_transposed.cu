@@ -170,8 +170,8 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   RaggedArgs rows = args;  // those of dy have as many numbers as there are outputs
   rows.product.k = args.product.n;
   ragged::Work work;
-  // The same for rows of an expert, were they spread evenly.
   const bool float32 = args.product.x_dtype == DType::kF32;
+  // The same for rows of an expert, were they spread evenly.
   const int64_t few = float32 ? costs::kTransposedStreamRowsOfExpertFloat32 : costs::kTransposedStreamRowsOfExpert;
   const bool table = args.product.shift_mode == ShiftMode::kTable;
   const int64_t bytes =

@@ -63,7 +63,7 @@ constexpr int stage_outputs(int tokens, bool in_registers) { return in_registers
 constexpr int block_inputs(int tokens, bool in_registers) { return in_registers && tokens == 32 ? 256 : 128; }
 
 // Whether the kernel takes these operands; the others are transposed_stream's. float32: with uint8 zeros, none or one
-// table, and with room in scratch.
+// table; whether scratch has room is float32_rows' business, or of experts float32_bytes'.
 bool supports(const MatmulArgs& args);
 
 // Rows of float32 dy that the kernel takes at a time, as many as scratch has room for, as two fp16 numbers each, beside
