@@ -122,9 +122,12 @@ def transposed_float32_scratch(dy_batch: int, m: int, n: int, batch: int, parame
     return dy_batch * rows * (n + 1) + transposed_float32_parameters(parameter_batch, n, groups)
 
 
-def transposed_float32_parameters(parameter_batch: int, n: int, groups: int) -> int:
-    """Those of them that the groups of ``parameter_batch`` weights take."""
-    return parameter_batch * groups * (1 + -(-n // 64) * 96)
+def transposed_float32_parameters(parameter_batch: int, n: int, groups: int, *, shifted: bool = False) -> int:
+    """Those of them that the groups of ``parameter_batch`` weights take, or of experts, which may have float zeros or
+    offsets (``shifted``) and then have four of the former: ``transposed_warpgroup::parameter_rows`` in
+    ``ffi/cuda/matmul_transposed.h``.
+    """
+    return parameter_batch * groups * (1 + -(-n // 64) * (128 if shifted else 96))
 
 
 def mma_scratch(batch: int, m: int, n: int, ctas: int) -> int:

@@ -184,6 +184,7 @@ class Transposed(NamedTuple):
     stream_tokens_float32: int
     stream_rows_of_expert: int
     stream_rows_of_expert_float32: int
+    stream_rows_of_expert_shifted_float32: int  # with float zeros or offsets
 
 
 class Resident(NamedTuple):

@@ -214,6 +214,11 @@ class Product(NamedTuple):
         """Zeros or offsets that are no bytes."""
         return self.shift_mode != ShiftMode.NONE and self.shift_dtype != jnp.uint8
 
+    @property
+    def shifted(self) -> bool:
+        """As ``has_float_shift`` in ``ffi/cuda/matmul.h``."""
+        return self.floats and not self.table
+
     def without_shift(self) -> "Product":
         return self._replace(shift_mode=ShiftMode.NONE, shift_dtype=None)
 
@@ -232,8 +237,7 @@ class Product(NamedTuple):
             alike = self.scale_dtype == self.shift_dtype == self.x_dtype and self.row % 8 == 0
         ends = {32: 4, 64: 2}[self.group_size] if self.small_groups else 1
         zeros, half = self.shift_mode == ShiftMode.ZEROS, self.x_dtype == jnp.float16
-        floats = self.floats and not self.table
-        return _cuda_costs.Scheme(self.bits, ends, zeros, floats, alike, self.split, half, self.table)
+        return _cuda_costs.Scheme(self.bits, ends, zeros, self.shifted, alike, self.split, half, self.table)
 
 
 def mixes_types(p: Product) -> bool:
@@ -690,7 +694,7 @@ def transposed_kernel(p: Product) -> str:
     few = TRANSPOSED.stream_tokens_float32 if p.split and not p.small_groups else TRANSPOSED.stream_tokens
     takes = p.n % 8 == 0 and (p.table or not isinstance(p.m, int) or p.m > few)
     if p.split:  # in scratch, of a known size
-        takes = takes and isinstance(p.m * p.batch, int) and (p.table or not p.floats)
+        takes = takes and isinstance(p.m * p.batch, int) and not p.shifted
         takes = takes and (p.batch == 1 or p.batch * p.m * p.n <= _MOST_SPLIT)
     if has_warpgroups() and takes:
         return "matmul_transposed_warpgroup"

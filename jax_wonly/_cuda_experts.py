@@ -67,7 +67,7 @@ def tile_rows(p: Product, *, ids: bool) -> int:
         return 0
     if p.split:
         least = _RAGGED.warpgroup_least_float32_rows
-        if p.floats and not p.table:
+        if p.shifted:
             least = _RAGGED.warpgroup_least_float32_rows_of_shifts
             if small_groups:
                 least = _RAGGED.warpgroup_least_float32_rows_of_small_groups
@@ -107,13 +107,13 @@ def scratch(p: Product, *, ids: bool, transpose: bool = False, parameter_batch: 
             ordered = row_length + 1 + _float32_sums(p)
         elif _takes_transposed(p) and not (isinstance(p.m, int) and _streams_transposed(p)):
             ordered = row_length + 1
-            parameters = _abi.transposed_float32_parameters(parameter_batch, p.n, p.groups)
+            parameters = _abi.transposed_float32_parameters(parameter_batch, p.n, p.groups, shifted=p.shifted)
     return _abi.ragged_scratch(p.m, p.batch, ordered=ordered) + parameters
 
 
 def _float32_sums(p: Product) -> int:
     """As ``ragged_warpgroup::float32_sums`` in ``ffi/cuda/ragged_warpgroup.cu``."""
-    if not p.floats or p.table:
+    if not p.shifted:
         return 0
     return -(-p.k // (32 if p.small_groups else 128))
 
@@ -127,7 +127,7 @@ def transposed_kernel(p: Product) -> str:
 def _takes_transposed(p: Product) -> bool:
     """Whether ``matmul_transposed_warpgroup`` takes them: ``transposed_warpgroup::supports`` in
     ``ffi/cuda/matmul_transposed.cu``."""
-    return p.n % 8 == 0 and _cuda_dispatch.has_warpgroups() and (not p.split or p.table or not p.floats)
+    return p.n % 8 == 0 and _cuda_dispatch.has_warpgroups()
 
 
 def _streams_transposed(p: Product) -> bool:
@@ -135,6 +135,8 @@ def _streams_transposed(p: Product) -> bool:
     few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert
     if p.split:
         few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_float32
+        if p.shifted:
+            few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_shifted_float32
     return not p.table and p.m <= few * p.batch
 
 

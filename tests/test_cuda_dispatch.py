@@ -525,14 +525,15 @@ def test_scratch_of_experts(warpgroups, ids):
     plan = _abi.ragged_scratch(7, 9)
     assert _cuda_experts.scratch(product(7, 64, jnp.float32), ids=ids) == plan + (7 * 65 if warpgroups else 0)
     assert _cuda_experts.scratch(product(7, 60, jnp.float32), ids=ids) == plan
-    # Of cotangents also their parameters, where few rows, or float zeros, are not streamed.
-    parameters = _abi.transposed_float32_parameters(9, 64, 2)
+    # Of cotangents also their parameters, where few rows are not streamed.
     for rows, there, *shift in (
         (7, False),
         (7, True, ShiftMode.TABLE, jnp.float32),
-        (9 * 64, True),
-        (9 * 64, False, ShiftMode.OFFSETS, jnp.float16),
+        (9 * 13, True),
+        (9 * 24, False, ShiftMode.OFFSETS, jnp.float16),
+        (9 * 25, True, ShiftMode.OFFSETS, jnp.float16),
     ):
+        parameters = _abi.transposed_float32_parameters(9, 64, 2, shifted=ShiftMode.OFFSETS in shift)
         words = _cuda_experts.scratch(
             product(rows, 64, jnp.float32, *shift), ids=ids, transpose=True, parameter_batch=9
         )

@@ -119,13 +119,14 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80) return cudaErrorNotSupported;
-  // Up to so many the streaming kernel is faster.
+  // Up to so many the streaming kernel is faster. Of more float32 dy float zeros and offsets are a dense product of
+  // their own (primitives/matmul.py).
   const bool float32 = args.x_dtype == DType::kF32;
   const bool small_groups = has_small_groups(args);
   const int64_t few = float32 && !small_groups ? costs::kTransposedStreamTokensFloat32 : costs::kTransposedStreamTokens;
   const bool table = args.shift_mode == ShiftMode::kTable;  // it alone looks codes up
   if (device.architecture == 90 && (table || args.m > few) && transposed_warpgroup::supports(args) &&
-      (!float32 || transposed_warpgroup::float32_rows(args) > 0)) {
+      (!float32 || (!has_float_shift(args) && transposed_warpgroup::float32_rows(args) > 0))) {
     if (!float32) {
       const transposed_warpgroup::Config config = warpgroup_config(args, device);
       return args.x_dtype == DType::kF16 ? transposed_warpgroup::launch_f16(args, config, stream)
@@ -172,7 +173,9 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   ragged::Work work;
   const bool float32 = args.product.x_dtype == DType::kF32;
   // The same for rows of an expert, were they spread evenly.
-  const int64_t few = float32 ? costs::kTransposedStreamRowsOfExpertFloat32 : costs::kTransposedStreamRowsOfExpert;
+  const int64_t few = !float32                        ? costs::kTransposedStreamRowsOfExpert
+                      : has_float_shift(args.product) ? costs::kTransposedStreamRowsOfExpertShiftedFloat32
+                                                      : costs::kTransposedStreamRowsOfExpertFloat32;
   const bool table = args.product.shift_mode == ShiftMode::kTable;
   const int64_t bytes =
       float32 ? transposed_warpgroup::float32_bytes(args.product, args.m,
@@ -221,14 +224,12 @@ namespace transposed_warpgroup {
 
 bool supports(const MatmulArgs& args) {
   if (args.n % 8 != 0) return false;  // rows of dy are what the copy engine takes: multiples of 16 bytes
-  if (args.x_dtype != DType::kF32) return true;
-  if (args.shift_mode == ShiftMode::kTable) return args.shift_batch_stride == 0;
-  return args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8;
+  return args.x_dtype != DType::kF32 || args.shift_mode != ShiftMode::kTable || args.shift_batch_stride == 0;
 }
 
 int64_t float32_bytes(const MatmulArgs& args, int64_t rows, int64_t entries) {
-  // Of a group and an output three numbers of 16 bits each, and of a group one of 32.
-  return rows * (4 * args.n + 4) + entries * args.groups * (4 + ceil_div(args.n, kTileN) * kTileN * 6);
+  const int64_t of_output = 2 * parameter_rows(has_float_shift(args));
+  return rows * (4 * args.n + 4) + entries * args.groups * (4 + ceil_div(args.n, kTileN) * kTileN * of_output);
 }
 
 int64_t float32_rows(const MatmulArgs& args) {

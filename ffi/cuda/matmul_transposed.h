@@ -62,14 +62,16 @@ constexpr int stage_outputs(int tokens, bool in_registers) { return in_registers
 // Inputs of a CTA's block.
 constexpr int block_inputs(int tokens, bool in_registers) { return in_registers && tokens == 32 ? 256 : 128; }
 
-// Whether the kernel takes these operands; the others are transposed_stream's. float32: with uint8 zeros, none or one
-// table; whether scratch has room is float32_rows' business, or of experts float32_bytes'.
+// Whether the kernel takes these operands; the others are transposed_stream's. float32: one table at most; whether
+// scratch has room is float32_rows' business, or of experts float32_bytes'.
 bool supports(const MatmulArgs& args);
 
 // Rows of float32 dy that the kernel takes at a time, as many as scratch has room for, as two fp16 numbers each, beside
 // the scales and zeros of all; 0: it has none.
 int64_t float32_rows(const MatmulArgs& args);
 constexpr int64_t kFloat32Block = 128;  // tokens of the largest block
+// Numbers of 16 bits that a group's parameters are for an output, of float zeros or offsets (`shifted`) and otherwise.
+constexpr int parameter_rows(bool shifted) { return shifted ? 4 : 3; }
 // Bytes of scratch for that of so many rows, and of `entries` scales and zeros.
 int64_t float32_bytes(const MatmulArgs& args, int64_t rows, int64_t entries);
 // Of `batch` weights those that have scales or zeros of their own, or one for all.
@@ -85,7 +87,7 @@ constexpr int most_register_tokens(int bits) { return bits == 4 ? 256 : 128; }
 
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
-// Blocks of 64 or 128 tokens, whose numbers have room in scratch.
+// Blocks of 64 or 128 tokens, whose numbers have room in scratch; no float zeros or offsets.
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
 // The ragged product with a plan for tiles of 64, 128 or 256 rows; those of args.x are in the plan's order.

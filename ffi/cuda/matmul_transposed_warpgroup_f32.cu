@@ -8,7 +8,7 @@ cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_
   const cudaError_t error =
       launch_prepare(args, parameter_entries(args, args.batch), {tokens, nullptr, {}}, stream, &params.float32);
   if (error != cudaSuccess) return error;
-  return with_float32_shape<Consecutive>(args, config.tokens, [&](auto* s) {
+  return with_float32_shape<Consecutive, false>(args, config.tokens, [&](auto* s) {
     return launch_shape<std::remove_pointer_t<decltype(s)>>(params, config, stream);
   });
 }

@@ -17,7 +17,7 @@ cudaError_t launch_ragged_f32(const MatmulArgs& args, const ragged::Work& work, 
   dy.batch = 2;
   dy.x_batch_stride = static_cast<int64_t>(work.m) * args.n;
   return launch_spans(params, dy, work, multiprocessors, stream,
-                      [&](auto&& launch) { return with_float32_shape<Spans>(args, work.tile_rows, launch); });
+                      [&](auto&& launch) { return with_float32_shape<Spans, true>(args, work.tile_rows, launch); });
 }
 
 }  // namespace wonly::transposed_warpgroup

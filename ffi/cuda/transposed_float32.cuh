@@ -1,13 +1,16 @@
-// Products of matmul_transposed_warpgroup.cuh with float32 dy: symmetric codes, integer zeros, or a table.
+// Products of matmul_transposed_warpgroup.cuh with float32 dy; float zeros and offsets of experts alone.
 //
 // A kernel before (transposed_float32_operands.cuh) writes dy as two fp16 numbers each, in units of a power of two of
 // the token, and scales as two in units of one of their group. The code less its zero is an exact fp16 number, and its
 // product with a scale again two: the rounded one and what that lost. Of four bits and bf16 scales the rounded product
-// is exact. A table's numbers are two of fp16, too, looked up in shared memory by pairs of codes. Both numbers of a
-// weight are register operands of wgmma, of which the larger is multiplied by both numbers of dy, and the smaller by
-// the larger of dy: a term is exact to 2^-21 of itself (with a table 2^-20), or 2^-39 of the largest dy of its token,
-// 2^-32 of the largest scale of its group, or 2^-31 of the table's largest number, times its other factors. Tensor
-// cores cut off what they add, so sums of a few stages are added up apart.
+// is exact. A table's numbers are two of fp16, too, looked up in shared memory by pairs of codes. With float zeros or
+// offsets a weight is the code less the middle one times a scale, and a number of the group's, two of fp16 as well,
+// which is added to that product. Both numbers of a weight are register operands of wgmma, of which the larger is
+// multiplied by both numbers of dy, and the smaller by the larger of dy: a term is exact to 2^-21 of itself (with a
+// table 2^-20; with float zeros or offsets 2^-20 of the larger of what is added up), or 2^-39 of the largest dy of its
+// token, 2^-32 of the largest scale of its group or a 64th of the largest number that is added, or 2^-31 of the table's
+// largest number, times its other factors. Tensor cores cut off what they add, so sums of a few stages are added up
+// apart.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -25,11 +28,19 @@
 
 namespace wonly::transposed_warpgroup {
 
-// What codes are: numbers whose products with scales are exact in fp16, other numbers, or those of a table.
-enum class Float32Codes { kExact, kNumbers, kOfTable };
+// What codes are: numbers whose products with scales are exact in fp16, other numbers, those of a table, or numbers to
+// whose products with scales others are added.
+enum class Float32Codes { kExact, kNumbers, kOfTable, kShifted };
 // Where the largest scale of a group, and the largest number of a table, are in their units: no product with 255, and
-// none of both, is beyond fp16.
-constexpr int kScaleTop = 7, kTableTop = 6;
+// none of both, is beyond fp16, nor is one with 128 and a number of up to 2^kShiftBeyond times that scale.
+constexpr int kScaleTop = 7, kTableTop = 6, kShiftBeyond = 6;
+
+// What `sum`, of both rounded, has lost, exactly: TwoSum (Knuth, The Art of Computer Programming, volume 2, 4.2.2).
+__device__ __forceinline__ uint32_t lost_by_sum(uint32_t a, uint32_t b, uint32_t sum) {
+  constexpr uint32_t kOne = 0x3c003c00u;
+  const uint32_t of_b = sub_f16x2(sum, a);
+  return fma_f16x2(sub_f16x2(a, sub_f16x2(sum, of_b)), kOne, sub_f16x2(b, of_b));
+}
 
 template <typename Source_, int kBits_, int kTokens_, Float32Codes kCodes>
 struct Float32Shape {
@@ -40,6 +51,7 @@ struct Float32Shape {
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr bool kExact = kCodes == Float32Codes::kExact, kTable = kCodes == Float32Codes::kOfTable;
+  static constexpr bool kShifted = kCodes == Float32Codes::kShifted;
   static constexpr int kBlockK = 128, kTiles = 1;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kColumns = kTokens, kParts = 1, kPieces = 2;
@@ -47,7 +59,8 @@ struct Float32Shape {
   static constexpr int kDyAt = 0, kRunDyBytes = kTokens * kRunN * 2, kDyBytes = kPieces * kRunDyBytes;
   static constexpr int kPackedTiles = kBlockK / tile_k(kBits), kRunWeightBytes = kPackedTiles * kTileBytes;
   static constexpr int kWeightsAt = kDyBytes, kScalesAt = kWeightsAt + kRunWeightBytes;
-  // Of a group, of which there are up to four in a block: scales as two numbers, and what is added to codes.
+  // Of a group, of which there are up to four in a block.
+  static constexpr int kParameterRows = parameter_rows(kShifted);
   static constexpr int kRowBytes = kOutputs * 2, kScaleBytes = kParameterRows * kRowBytes, kMostGroups = kBlockK / 32;
   static constexpr int kStageBytes = (kScalesAt + kMostGroups * kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kStagingTokens = 16;
@@ -90,9 +103,10 @@ __device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const
     const uint32_t row = ptx::shared_address(from) + own[1];
     uint32_t words[kAtomsPerTile][F::kWords], moved[kAtomsPerTile][F::kMoved];
     uint32_t scales[kNumbers][2 * kAtomsPerTile];
-    [[maybe_unused]] uint32_t zeros[2 * kAtomsPerTile];
+    [[maybe_unused]] uint32_t added[2][2 * kAtomsPerTile];  // to codes, or to their products
     F::load(from + own[0], words);
-    if constexpr (!S::kTable) load_row(row + 2 * S::kRowBytes, zeros);
+    if constexpr (!S::kTable) load_row(row + 2 * S::kRowBytes, added[0]);
+    if constexpr (S::kShifted) load_row(row + 3 * S::kRowBytes, added[1]);
 #pragma unroll
     for (int number = 0; number < kNumbers; ++number) load_row(row + number * S::kRowBytes, scales[number]);
     fragments.move(words, moved);
@@ -113,14 +127,26 @@ __device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const
         for (int i = 0; i < F::kPairs; ++i) {
           constexpr uint32_t kOne = 0x3c003c00u, kSixteenth = 0x2c002c00u, k960 = 0x63806380u, kMinus = 0x80008000u;
           const int half = F::half_of(word, i), to_register = half * 2 + i % 2, of = atom * 2 + half;
+          const bool sixteenth = S::kBits == 4 && i % 2 == 1;  // these are under 1024 sixteen times
           uint32_t code = pairs[i];
-          if constexpr (!S::kTable) {  // odd pairs of four bits are under 1024 sixteen times
-            code = S::kBits == 4 && i % 2 == 1 ? fma_f16x2(code, kSixteenth, fma_f16x2(zeros[of], kOne, k960))
-                                               : fma_f16x2(code, kOne, zeros[of]);
+          if constexpr (S::kShifted) {
+            constexpr uint32_t kMinusMiddle = S::kBits == 4 ? 0xe408e408u : 0xe480e480u;  // and 1024
+            constexpr uint32_t kMinus72 = 0xd480d480u;
+            code = sixteenth ? fma_f16x2(code, kSixteenth, kMinus72) : fma_f16x2(code, kOne, kMinusMiddle);
+          } else if constexpr (!S::kTable) {
+            code = sixteenth ? fma_f16x2(code, kSixteenth, fma_f16x2(added[0][of], kOne, k960))
+                             : fma_f16x2(code, kOne, added[0][of]);
           }
-          const uint32_t weight = fma_f16x2(code, scales[0][of], kMinus);
+          uint32_t weight = fma_f16x2(code, scales[0][of], kMinus);
+          if constexpr (S::kShifted) {
+            const uint32_t product = weight, lost = fma_f16x2(code, scales[0][of], product ^ kMinus);
+            const uint32_t low = fma_f16x2(code, scales[1][of], added[1][of]);
+            weight = fma_f16x2(product, kOne, added[0][of]);
+            const uint32_t of_sum = lost_by_sum(product, added[0][of], weight);
+            to[1][atom][to_register] = fma_f16x2(of_sum, kOne, fma_f16x2(lost, kOne, low));
+          }
           to[0][atom][to_register] = weight;
-          if constexpr (!S::kExact) {
+          if constexpr (!S::kExact && !S::kShifted) {
             uint32_t lost = fma_f16x2(code, scales[0][of], weight ^ kMinus);
             if constexpr (S::kTable) lost = fma_f16x2(beyond[i], scales[0][of], lost);
             to[1][atom][to_register] = fma_f16x2(code, scales[1][of], lost);

@@ -25,15 +25,15 @@ struct Item {
 };
 
 // Of float32 dy (transposed_float32.cuh), in scratch: what undoes the powers of two of dy [batch, M] and of scales
-// [batch, groups], and, for a group, of every stage its outputs' scales as two fp16 numbers each and what is added to
-// codes, [batch, groups, stages, 3, 64]. One entry of scales stands for a batch that shares it.
+// [batch, groups], and, for a group, of every stage its outputs' scales as two fp16 numbers each, and what is added to
+// codes, or, as two more, to their products with scales: [batch, groups, stages, parameter_rows, 64]. One entry of
+// scales stands for a batch that shares it.
 struct Float32Params {
   const float *dy_undo, *scale_undo;
   const uint16_t* parameters;
   int64_t batch_stride;  // of a batch entry, in groups
   int stages;
 };
-constexpr int kParameterRows = 3;
 
 template <typename Source>
 struct Params {

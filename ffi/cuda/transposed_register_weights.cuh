@@ -203,7 +203,7 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
         for (int row = 0; row < rows_of_scales; ++row) {
           const int64_t at_group = item.weights * own.batch_stride + min(group + row, last_group);
           ptx::bulk_copy(to + S::kScalesAt + row * S::kScaleBytes,
-                         own.parameters + (at_group * own.stages + stage) * (kParameterRows * S::kOutputs),
+                         own.parameters + (at_group * own.stages + stage) * (S::kParameterRows * S::kOutputs),
                          S::kScaleBytes, full);
         }
         continue;

@@ -1,5 +1,6 @@
 """Experts' products on a GPU: the same checks as on the CPU, and that nothing depends on the host."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -300,7 +301,7 @@ def test_transposed_kernels(rng, bits, mode):
 
 @pytest.mark.parametrize("sizes", [*ROWS, [40, 300, 0, 150]])
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
-@pytest.mark.parametrize(("bits", "mode"), [s for s in FLOAT32_SCHEMES if s[1] not in ("float_zeros", "offsets")])
+@pytest.mark.parametrize(("bits", "mode"), FLOAT32_SCHEMES)
 def test_transposed_float32_rows(rng, bits, mode, group_size, sizes):
     """As two numbers each, in tiles of both heights; orders of magnitude apart, as are groups of scales, and with the
     same bits whatever rows there are beside. Infinities and NaNs stay in their rows."""
@@ -329,6 +330,30 @@ def test_transposed_float32_rows(rng, bits, mode, group_size, sizes):
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(found[2], np.inf * weight.dense[experts - 1][:, 3])
         assert np.isnan(found[7]).all()
+
+
+@pytest.mark.parametrize("far", [0.0, 2.0**-40, 2.0**20, 2.0**90])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_transposed_float32_offsets_far_from_scales(rng, bits, far):
+    """Offsets of groups that dwarf their scales, or that are nothing beside them; some scales are zero."""
+    sizes, n = np.array([40, 0, 90]), 264
+    weight = random_weight(rng, 512, n, bits=bits, group_size=128, mode="offsets", scale_dtype="float32", lead=(3,))
+    scales = np.array(weight.qt.scales)
+    scales[..., ::7] = 0
+    offsets = weight.qt.offsets * np.array([[1.0], [far], [1.0], [far]], np.float32)
+    qt = dataclasses.replace(weight.qt, scales=jnp.asarray(scales), offsets=offsets)
+    ones = dataclasses.replace(qt, scales=jnp.ones_like(qt.scales), offsets=None)
+    codes = np.asarray(jw.dequantize(ones), np.float64) + 2 ** (bits - 1)
+    s, o = (np.repeat(np.asarray(a, np.float64), 128, 1) for a in (scales, offsets))
+    dy = random_x(rng, (sizes.sum(), n), "float32")
+    dx = np.asarray(transposed(dy, qt, jnp.asarray(sizes, jnp.int32), 512, True), np.float64)
+    for expert, rows in enumerate(np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])):
+        dy64 = np.asarray(dy, np.float64)[rows]
+        exact = dy64 @ (codes * s + o)[expert].T
+        bound = 2.0**-19 * (np.abs(dy64) @ (2**bits * s + np.abs(o))[expert].T) + 1e-7
+        # Scales are exact to 2^-32 of a 64th of the largest offset.
+        bound += 2.0**-38 * 2**bits * np.abs(dy64).sum(-1, keepdims=True) * np.abs(o[expert]).max(-1)
+        assert (np.abs(dx[rows] - exact) <= bound).all(), np.max(np.abs(dx[rows] - exact) / bound)
 
 
 @pytest.mark.parametrize(("rows", "share"), [(40, 0.9), (700, 0.5), (700, 1.0), (2000, 0.97)])
