@@ -1,13 +1,14 @@
 """Times products with experts' weights on a GPU beside dense ones of the same process, into one result file.
 
     python benchmarks/experts.py [--suite mixtral many-up many-down] [--tokens N ...] [--gradient] [--dtype float32]
-                                 [--output FILE] [--append]
+                                 [--mode nf4] [--output FILE] [--append]
 
 Every token goes to ``top_k`` of the experts: to all alike (``balanced``), or to expert e with a weight of 1 / (e + 1)
 (``skewed``). Kernel time is CUPTI's, the median over calls that rotate through more than four times the L2 of touched
 weights; all functions take turns. Microseconds:
 
-- ``us``: ``ragged_dot`` of the tokens sorted by expert, int4 in groups of 128;
+- ``us``: ``ragged_dot`` of the tokens sorted by expert, int4 in groups of 128, or another ``--mode`` of ``quantize``,
+  nf4 in groups of 64;
 - ``gather_us``: ``gather_matmul`` of the tokens in their own order;
 - ``dense_us``: ``jax.lax.ragged_dot`` in bfloat16, or float32 (which XLA makes TF32), where it fits into memory;
 - ``loop_us``: ``matmul`` for one expert after the other, for which the host has to know the sizes;
@@ -40,7 +41,7 @@ SUITES = {
     "many-down": {"experts": 128, "top_k": 8, "k": 768, "n": 2048},
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 8192)
-GROUP_SIZE = 128
+GROUP_SIZES = {"symmetric": 128, "offsets": 128, "nf4": 64}  # of a mode
 IDENTITY = ("suite", "routing", "tokens")
 
 
@@ -52,14 +53,14 @@ def route(rng: np.random.Generator, routing: str, tokens: int, experts: int, top
     return np.argsort(-scores, axis=1)[:, :top_k].astype(np.int32)
 
 
-def stacks(key, experts: int, k: int, n: int, count: int, quantized: bool, dtype=jnp.bfloat16) -> list:
-    """``count`` stacks of experts' weights, quantized or in ``dtype``."""
+def stacks(key, experts: int, k: int, n: int, count: int, mode: str | None, dtype=jnp.bfloat16) -> list:
+    """``count`` stacks of experts' weights, quantized or, without a mode, in ``dtype``."""
 
     @jax.jit
     def make(key):
         def of_expert(key):
             w = (jax.random.normal(key, (k, n), jnp.float32) * k**-0.5).astype(jnp.bfloat16)
-            return jw.quantize(w, group_size=GROUP_SIZE) if quantized else w.astype(dtype)
+            return jw.quantize(w, group_size=GROUP_SIZES[mode], mode=mode) if mode else w.astype(dtype)
 
         return jax.lax.map(of_expert, jax.random.split(key, experts))
 
@@ -86,7 +87,7 @@ def timed(functions: dict[str, tuple], rounds: int, calls: int) -> dict[str, Cal
 def stream_gbps(rounds: int, calls: int) -> float:
     """GB/s of one large product with one token."""
     k, n = 8192, 28672
-    weights = [qt[0] for qt in stacks(jax.random.key(0), 1, k, n, 3, True)]
+    weights = [qt[0] for qt in stacks(jax.random.key(0), 1, k, n, 3, "symmetric")]
     x = jax.random.normal(jax.random.key(1), (1, k), jnp.bfloat16)
     timer = timed({"one": (jw.matmul, [(x, qt) for qt in weights])}, rounds, calls)["one"]
     assert timer is not None
@@ -94,7 +95,16 @@ def stream_gbps(rounds: int, calls: int) -> float:
 
 
 def measure(
-    suite: str, routing: str, tokens: int, dtype, weights: dict, rounds: int, calls: int, stream: float, gradient: bool
+    suite: str,
+    routing: str,
+    tokens: int,
+    dtype,
+    mode: str,
+    weights: dict,
+    rounds: int,
+    calls: int,
+    stream: float,
+    gradient: bool,
 ) -> dict:
     experts, top_k, k, n = (SUITES[suite][name] for name in ("experts", "top_k", "k", "n"))
     rng = np.random.default_rng(tokens)
@@ -157,7 +167,8 @@ def measure(
         "touched": touched,
         "dtype": dtype,
         "bits": 4,
-        "group_size": GROUP_SIZE,
+        "mode": mode,
+        "group_size": GROUP_SIZES[mode],
         **us,
         "ratio": ratio("dense_us"),
         "loop_ratio": ratio("loop_us"),
@@ -177,10 +188,12 @@ def main() -> None:
     add_timing(parser, rounds=3, calls=10)
     parser.add_argument("--gradient", action="store_true", help="measure the gradients of the activations instead")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
+    parser.add_argument("--mode", choices=GROUP_SIZES, default="symmetric", help="(default: %(default)s)")
     add_results(parser, None, where=f"in {RESULTS}")
     args = parser.parse_args()
     require_gpu("experts.py")
     kind = ("-gradients" if args.gradient else "") + ("" if args.dtype == "bfloat16" else f"-{args.dtype}")
+    kind += "" if args.mode == "symmetric" else f"-{args.mode}"
     output = args.output or RESULTS / f"h100-experts{kind}.json"
 
     results = kept_rows(output, args.append, IDENTITY)
@@ -196,10 +209,12 @@ def main() -> None:
             dense_bytes = jnp.dtype(args.dtype).itemsize * k * n * least
             weights |= {
                 "suite": suite,
-                "quantized": stacks(jax.random.key(2), experts, k, n, copies_of(k * n * least // 2), True),
-                "dense": stacks(jax.random.key(3), experts, k, n, copies_of(dense_bytes), False, args.dtype),
+                "quantized": stacks(jax.random.key(2), experts, k, n, copies_of(k * n * least // 2), args.mode),
+                "dense": stacks(jax.random.key(3), experts, k, n, copies_of(dense_bytes), None, args.dtype),
             }
-        row = measure(suite, routing, tokens, args.dtype, weights, args.rounds, args.calls, stream, args.gradient)
+        row = measure(
+            suite, routing, tokens, args.dtype, args.mode, weights, args.rounds, args.calls, stream, args.gradient
+        )
         results[tuple(row[i] for i in IDENTITY)] = row
         save(output, list(results.values()), args.commit, stream_gbps=round(stream, 1))
     for row in results.values():

@@ -173,6 +173,10 @@ class Ragged(NamedTuple):
     warpgroup_low_rows: int
     warpgroup_low_rows_of_small_groups: int
     warpgroup_low_rows_of_offsets: int
+    # Of 16-bit rows and a table: from so many of an expert on, or one more than inputs have so many; and up to so many.
+    warpgroup_least_table_rows: int
+    warpgroup_table_inputs_of_row: int
+    warpgroup_table_rows: int
     warpgroup_more_rows: int
     tiled_rows: int  # from which on ragged_tiled is faster than matmul_stream
 

@@ -61,7 +61,7 @@ def tile_rows(p: Product, *, ids: bool) -> int:
     one, small_groups, experts = p._replace(m=1), p.small_groups, p.batch
     if not _cuda_dispatch.warpgroup_kernel(one):
         return 0
-    if not p.split and (p.table or (p.floats and not _rounds(p, _LOW_ROWS))):
+    if not p.split and p.shifted and not _rounds(p, _LOW_ROWS):
         return 0
     if ids and p.m < experts:  # two kernels more, which put the rows in order
         return 0
@@ -72,6 +72,9 @@ def tile_rows(p: Product, *, ids: bool) -> int:
             if small_groups:
                 least = _RAGGED.warpgroup_least_float32_rows_of_small_groups
         return 0 if p.m < least * experts else _LOW_ROWS
+    if p.table:
+        least = min(_RAGGED.warpgroup_least_table_rows, 1 + p.k // _RAGGED.warpgroup_table_inputs_of_row)
+        return _LOW_ROWS if least * experts <= p.m <= _RAGGED.warpgroup_table_rows * experts else 0
     low = p.bits == 4 and (p.plain or p.floats or not small_groups)
     high = p.plain or p.floats or not low
     wasted = 16 * (-p.n % 256) >= p.n  # of 256 outputs at a time

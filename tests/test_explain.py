@@ -230,7 +230,10 @@ def test_experts_on_cuda(monkeypatch):
         assert kernels(8 * 384, 8 * 384 + 1, **options) == [flat, tall]
     for options in ({"group_size": 64}, {"group_size": 32} | offsets):
         assert kernels(8 * 128, 8 * 128 + 1, **options) == [flat, tall]
-    assert kernels(8 * 8 - 1, 8 * 8, n=1001) == kernels(8 * 8 - 1, 8 * 8, mode="nf4") == [stream, tall]
+    assert kernels(8 * 8 - 1, 8 * 8, n=1001) == [stream, tall]
+    for k, least in ((4096, 5), (2048, 3), (768, 1)):
+        rows = (8 * least - 1, 8 * least, 8 * 52, 8 * 52 + 1)
+        assert kernels(*rows, k=k, mode="nf4") == [stream, flat, flat, tall]
     assert kernels(1, 4096, mode="nf4") == [stream, tall]
     assert kernels(7, 8, 4096, mode="nf4", dtype=jnp.float32) == [stream, flat, flat]
     assert kernels(8, 8 * 40, dtype=jnp.float16, n=1001) == [stream, tall]  # scales of another type

@@ -22,11 +22,16 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
   config.atoms = 4;
   const bool wide = stream::has_wide_tiles(args.product.bits, element_size(args.product.x_dtype));
   config.token_tiles = wide && args.m > 8 * args.experts ? 2 : 1;
+  // Every CTA then keeps a table of pairs beside its rings.
+  const bool has_pairs = args.product.shift_mode == ShiftMode::kTable && args.product.x_dtype != DType::kF32;
   // The tiles that there will be at least, if rows have different experts.
   const int64_t ctas = std::min(args.m, args.experts) * ceil_div(args.product.n, kTileN);
   config.cluster = 1;
   if (device.architecture >= 90) {
     while (config.cluster < 8 && ctas * config.cluster < device.multiprocessors / 2) config.cluster *= 2;
+    // CTAs with a table have a multiprocessor to themselves, of which clusters of four can use ten in eleven.
+    const bool alone = has_pairs && ctas * config.cluster * 11 > device.multiprocessors * 10;
+    if (alone && config.cluster >= 4) config.cluster /= 2;
   }
   const int64_t stages = ceil_div(args.product.k, stream::kStageInputs * config.cluster);
   // Several small CTAs on a multiprocessor, where there are enough, so that some read while others begin or end; three
@@ -36,9 +41,7 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
   // Eight of two, where they leave no more places empty in the last round than four.
   const bool small = config.token_tiles == 1 && ceil_div(each, 8) * 8 == ceil_div(each, 4) * 4;
   config.warps = each >= 3 ? (small ? 2 : few) : each == 2 || config.token_tiles == 2 ? 8 : 16;
-  // Every CTA keeps a table of pairs beside its rings.
-  if (args.product.shift_mode == ShiftMode::kTable && args.product.x_dtype != DType::kF32)
-    config.warps = each == 1 ? 14 : 6;
+  if (has_pairs) config.warps = each == 1 ? 14 : 6;
   ragged::Work work;
   cudaError_t error = ragged::plan(args, 8 * config.token_tiles, false, shared_share(device, 1), stream, &work);
   if (error != cudaSuccess) return error;

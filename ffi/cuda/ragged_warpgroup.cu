@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/costs.h"
 #include "cuda/matmul_warpgroup.h"
 #include "cuda/ragged_warpgroup.h"
@@ -11,7 +13,7 @@ bool supports(const MatmulArgs& args) {
   if (args.x_dtype == DType::kF32) any.x_dtype = DType::kF16;  // which they become
   if (!warpgroup::supports(any)) return false;
   const bool float32 = args.x_dtype == DType::kF32;
-  if (args.shift_mode == ShiftMode::kTable) return float32 && args.shift_batch_stride == 0;
+  if (args.shift_mode == ShiftMode::kTable) return args.shift_batch_stride == 0;
   return !has_float_shift(args) || float32 || rounds(args, kLowRows);
 }
 
@@ -36,6 +38,11 @@ int tile_rows(const MatmulArgs& args, int64_t rows, int64_t experts) {
                           : small_groups ? costs::kRaggedWarpgroupLeastFloat32RowsOfSmallGroups
                                          : costs::kRaggedWarpgroupLeastFloat32RowsOfShifts;
     return rows < least * experts ? 0 : kLowRows;
+  }
+  if (args.shift_mode == ShiftMode::kTable) {
+    const int64_t of_inputs = 1 + args.k / costs::kRaggedWarpgroupTableInputsOfRow;
+    const int64_t least = std::min(costs::kRaggedWarpgroupLeastTableRows, of_inputs);
+    return rows >= least * experts && rows <= costs::kRaggedWarpgroupTableRows * experts ? kLowRows : 0;
   }
   const bool low = args.bits == 4 && (plain || floats || !small_groups), high = plain || floats || !low;
   // What makes ragged_tiled slower: outputs, 256 at a time, of which a sixteenth and more are none.

@@ -8,8 +8,9 @@
 // (`kind_of` says which), half a stage of them while the tensor cores multiply the half before. A row's result does not
 // depend on other rows. Of float32 rows both numbers that each has become (split_activations.cuh) multiply the same
 // weights, in tiles of up to 64 rows. What float zeros or offsets are more than the middle of the codes multiplies the
-// sum of a group's activations, which were made with these numbers. A table's entries are two numbers each, too
-// (pair_table.cuh): the larger meets both numbers of an activation, the smaller the larger one.
+// sum of a group's activations, which were made with these numbers. A table's entries are looked up in shared memory
+// (pair_table.cuh), rounded to the type of 16-bit rows, and as two numbers for float32 ones: the larger meets both
+// numbers of an activation, the smaller the larger one.
 #pragma once
 
 #include <algorithm>
@@ -73,8 +74,9 @@ struct Shape {
   static constexpr bool kRounded = kKind == Kind::kRounded || kZeros;
   static constexpr bool kPlain = kKind == Kind::kPlain || kRounded;
   static constexpr bool kSums = kKind == Kind::kSums, kTable = kKind == Kind::kTable;
-  static constexpr bool kRepeats = kSums || kTable;  // what is not finite
-  static_assert(!kRepeats || kPieces == 2);
+  static constexpr bool kTwoNumbers = kTable && kPieces == 2;  // for a table's entry
+  static constexpr bool kRepeats = kSums || kTwoNumbers;       // what is not finite
+  static_assert(!kSums || kPieces == 2);
 
   // A unit is what the tensor cores work on while the codes of the next are converted.
   static constexpr int kUnits = kFlushes == 4 && (!kRounded || kWarpgroups == kLowWarpgroups) ? 4 : 2;
@@ -424,7 +426,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     const int stages = static_cast<int>(ceil_div(args.k, kStageK));
     const int blocks = static_cast<int>(ceil_div(args.k, 32));
     const bool grouped = S::kPlain || params.log2_group_blocks >= 0;
-    const bool has_zeros = !S::kRepeats && args.shift_mode == ShiftMode::kZeros;
+    const bool has_zeros = !S::kSums && !S::kTable && args.shift_mode == ShiftMode::kZeros;
     const float unscale = S::kTable ? undo_table : C::kUnscale;
     const bool wide = !S::kPlain && args.scale_dtype == DType::kF32;
     const bool bf16 = S::kPlain ? C::kBf16 : args.scale_dtype == DType::kBF16;
@@ -457,7 +459,8 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
       }
     }
     uint32_t codes[2][S::kUnitSteps][4];
-    [[maybe_unused]] uint32_t seconds[2][S::kTable ? S::kUnitSteps : 1][4];  // what a table's numbers are beyond fp16
+    // What a table's numbers are beyond fp16.
+    [[maybe_unused]] uint32_t seconds[2][S::kTwoNumbers ? S::kUnitSteps : 1][4];
     uint4 words[kVectors];
     uint32_t zero_bits[2], scale_bits[2];
     [[maybe_unused]] uint32_t shift_bits[2];
@@ -504,7 +507,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
                                                unit * S::kUnitSteps, S::kHalfBytes,
                                                piece > 0 || (S::kFlushes == 1 && unit > 0));
       }
-      if constexpr (S::kTable) {
+      if constexpr (S::kTwoNumbers) {
         warpgroup::multiply_steps<X, kColumns>(part, seconds[unit % 2], x, unit * S::kUnitSteps, S::kHalfBytes, true);
       }
     };
@@ -573,7 +576,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
         if (flushes) load_scales(data, group);
         multiply_unit(x, unit);
         if (flushes) set_scales(S::kFlushes == 1 || group < groups);
-        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<S::kPieces + S::kTable>();
+        if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<S::kPieces + S::kTwoNumbers>();
         if (last) {
           ring.at.advance();
           data = ring.stage();
@@ -723,7 +726,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   [[maybe_unused]] float undo_table = 1.f;
   if constexpr (S::kTable) {
-    static_assert(S::kConsumers == kTablePairs);
+    static_assert(S::kConsumers >= kTablePairs && (S::kConsumers == kTablePairs || S::kPieces == 1));
     if (threadIdx.x < kTablePairs) {
       undo_table = prepare_table<typename S::X, S::kPieces>(static_cast<const float*>(params.args.shift),
                                                             shared + S::kTableAt, static_cast<int>(threadIdx.x));
@@ -835,6 +838,10 @@ cudaError_t launch_typed(const MatmulArgs& args, const ragged::Work& work, int m
   const int log2 = params.log2_group_blocks;
   params.stage_groups = log2 == 0 ? 4 : log2 == 1 ? 2 : 1;
   const bool low = work.tile_rows == kLowRows, small_groups = params.stage_groups > 1;
+  if (args.shift_mode == ShiftMode::kTable) {
+    return low ? launch_shape<Shape<X, 4, kLowWarpgroups, 4, Kind::kTable>>(params, multiprocessors, stream)
+               : cudaErrorInvalidConfiguration;
+  }
   const Kind kind = kind_of(args, work.tile_rows);
   if (kind != Kind::kOther && log2 < 0) params.log2_group_blocks = 30;  // every stage has the first group's
   const auto launch = [&](auto bits, auto warpgroups, auto flushes, auto of_kind) {

@@ -24,21 +24,22 @@ pytestmark = pytest.mark.gpu
 
 def held_to(x, weight, rows):
     """The implementation whose bounds hold: with tens of rows of an expert weights may be rounded to 16-bit
-    activations', and from half a row on those of four bits with scales of that type and groups of 32 or 64, float zeros
-    or offsets."""
+    activations', from half a row on those of four bits with scales of that type and groups of 32 or 64, float zeros or
+    offsets, and those of a table always."""
     qt = weight.qt
     experts = len(qt.scales)
     floats = qt.offsets is not None or (qt.zeros is not None and qt.zeros.dtype != jnp.uint8)
     rounds = qt.bits == 4 and qt.scales.dtype == x.dtype and (floats or qt.group_size <= 64) and 2 * rows >= experts
-    return None if x.dtype.itemsize == 2 and (rounds or rows >= 8 * experts) else "cuda"
+    rounds = rounds or qt.table is not None or rows >= 8 * experts
+    return None if x.dtype.itemsize == 2 and rounds else "cuda"
 
 
+SCHEMES = [*((bits, mode) for bits in (4, 8) for mode in MODES), (4, "table")]
 # Few and many rows of an expert, which different kernels take; odd shapes, and such as the copy engines accept.
 SHAPES = [(96, 71, 32, 9), (192, 304, 64, 4), (384, 272, 128, 3), (512, 40, 256, 5), (101, 33, None, 20)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "mode"), SCHEMES)
 def test_kernels(rng, bits, mode):
     for k, n, group_size, experts in SHAPES:
         weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, lead=(experts,))
@@ -78,15 +79,14 @@ ROWS = [[16, 0, 17, 33, 49, 64, 65, 1, 97, 128, 30], [96, 0, 97, 129, 90, 65, 16
 
 @pytest.mark.parametrize("sizes", ROWS)
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
-@pytest.mark.parametrize(("bits", "floats"), [(4, False), (4, True), (8, False)])
+@pytest.mark.parametrize(("bits", "numbers"), [(4, "integers"), (4, "floats"), (8, "integers"), (4, "table")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_tens_of_rows(rng, bits, floats, group_size, sizes, dtype):
+def test_tens_of_rows(rng, bits, numbers, group_size, sizes, dtype):
     """Tiles of every height, and the same bits for the rows of one expert alone, whose tiles CTAs share."""
     experts, rows, k, n = len(sizes), sum(sizes) + 9, {64: 448, 128: 384}.get(group_size, 352), 528
-    if floats:
-        mode, scales = ["offsets", "float_zeros"][rng.integers(2)], dtype
-    else:
-        mode, scales = ["symmetric", "integer_zeros"][rng.integers(2)], [dtype, "float32"][rng.integers(2)]
+    modes = {"floats": ["offsets", "float_zeros"], "integers": ["symmetric", "integer_zeros"], "table": ["table"]}
+    mode = str(rng.choice(modes[numbers]))
+    scales = dtype if numbers == "floats" else str(rng.choice([dtype, "float32"]))
     options = {"bits": bits, "group_size": group_size, "mode": mode, "scale_dtype": scales}
     weight = random_weight(rng, k, n, lead=(experts,), **options)
     ids = np.repeat(np.arange(experts + 1), [*sizes, 9])
@@ -97,7 +97,7 @@ def test_tens_of_rows(rng, bits, floats, group_size, sizes, dtype):
     order = rng.permutation(rows)
     shuffled = jw.gather_matmul(x[order], weight.qt, jnp.asarray(ids[order], jnp.int32), implementation="cuda")
     np.testing.assert_array_equal(shuffled, y[order])
-    if rows > 128 * experts:
+    if rows > (52 if numbers == "table" else 128) * experts:
         return
     for expert in (0, experts - 2):
         mine = ids == expert
@@ -107,12 +107,9 @@ def test_tens_of_rows(rng, bits, floats, group_size, sizes, dtype):
         np.testing.assert_array_equal(found[: sizes[expert]], y[mine])
 
 
-FLOAT32_SCHEMES = [*((bits, mode) for bits in (4, 8) for mode in MODES), (4, "table")]
-
-
 @pytest.mark.parametrize("sizes", ROWS)
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
-@pytest.mark.parametrize(("bits", "mode"), FLOAT32_SCHEMES)
+@pytest.mark.parametrize(("bits", "mode"), SCHEMES)
 def test_float32_rows(rng, bits, mode, group_size, sizes):
     """As two numbers each, in tiles of all heights, of the last of which few outputs are there; orders of magnitude
     apart, and with the same bits whatever rows there are beside."""
@@ -301,7 +298,7 @@ def test_transposed_kernels(rng, bits, mode):
 
 @pytest.mark.parametrize("sizes", [*ROWS, [40, 300, 0, 150]])
 @pytest.mark.parametrize("group_size", [32, 64, 128, None])
-@pytest.mark.parametrize(("bits", "mode"), FLOAT32_SCHEMES)
+@pytest.mark.parametrize(("bits", "mode"), SCHEMES)
 def test_transposed_float32_rows(rng, bits, mode, group_size, sizes):
     """As two numbers each, in tiles of both heights; orders of magnitude apart, as are groups of scales, and with the
     same bits whatever rows there are beside. Infinities and NaNs stay in their rows."""
