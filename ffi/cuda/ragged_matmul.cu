@@ -22,7 +22,7 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
   config.atoms = 4;
   const bool wide = stream::has_wide_tiles(args.product.bits, element_size(args.product.x_dtype));
   config.token_tiles = wide && args.m > 8 * args.experts ? 2 : 1;
-  // Every CTA then keeps a table of pairs beside its rings.
+  // Where every CTA keeps a table of pairs beside its rings.
   const bool has_pairs = args.product.shift_mode == ShiftMode::kTable && args.product.x_dtype != DType::kF32;
   // The tiles that there will be at least, if rows have different experts.
   const int64_t ctas = std::min(args.m, args.experts) * ceil_div(args.product.n, kTileN);
