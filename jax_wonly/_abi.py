@@ -124,8 +124,8 @@ def transposed_float32_scratch(dy_batch: int, m: int, n: int, batch: int, parame
 
 def transposed_float32_parameters(parameter_batch: int, n: int, groups: int, *, shifted: bool = False) -> int:
     """Those of them that the groups of ``parameter_batch`` weights take, or of experts, which may have float zeros or
-    offsets (``shifted``) and then have four of the former: ``transposed_warpgroup::parameter_rows`` in
-    ``ffi/cuda/matmul_transposed.h``.
+    offsets (``shifted``) and then take four 16-bit numbers for each output, not three:
+    ``transposed_warpgroup::parameter_rows`` in ``ffi/cuda/matmul_transposed.h``.
     """
     return parameter_batch * groups * (1 + -(-n // 64) * (128 if shifted else 96))
 

@@ -137,19 +137,20 @@ __device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const
             code = sixteenth ? fma_f16x2(code, kSixteenth, fma_f16x2(added[0][of], kOne, k960))
                              : fma_f16x2(code, kOne, added[0][of]);
           }
-          uint32_t weight = fma_f16x2(code, scales[0][of], kMinus);
-          if constexpr (S::kShifted) {
-            const uint32_t product = weight, lost = fma_f16x2(code, scales[0][of], product ^ kMinus);
-            const uint32_t low = fma_f16x2(code, scales[1][of], added[1][of]);
-            weight = fma_f16x2(product, kOne, added[0][of]);
-            const uint32_t of_sum = lost_by_sum(product, added[0][of], weight);
-            to[1][atom][to_register] = fma_f16x2(of_sum, kOne, fma_f16x2(lost, kOne, low));
-          }
-          to[0][atom][to_register] = weight;
-          if constexpr (!S::kExact && !S::kShifted) {
-            uint32_t lost = fma_f16x2(code, scales[0][of], weight ^ kMinus);
-            if constexpr (S::kTable) lost = fma_f16x2(beyond[i], scales[0][of], lost);
-            to[1][atom][to_register] = fma_f16x2(code, scales[1][of], lost);
+          const uint32_t product = fma_f16x2(code, scales[0][of], kMinus);
+          to[0][atom][to_register] = product;
+          if constexpr (!S::kExact) {
+            uint32_t lost = fma_f16x2(code, scales[0][of], product ^ kMinus);
+            if constexpr (S::kShifted) {
+              const uint32_t low = fma_f16x2(code, scales[1][of], added[1][of]);
+              const uint32_t weight = fma_f16x2(product, kOne, added[0][of]);
+              const uint32_t of_sum = lost_by_sum(product, added[0][of], weight);
+              to[0][atom][to_register] = weight;
+              to[1][atom][to_register] = fma_f16x2(of_sum, kOne, fma_f16x2(lost, kOne, low));
+            } else {
+              if constexpr (S::kTable) lost = fma_f16x2(beyond[i], scales[0][of], lost);
+              to[1][atom][to_register] = fma_f16x2(code, scales[1][of], lost);
+            }
           }
         }
       }
