@@ -33,9 +33,11 @@ def pytest_configure(config):
     # Before jax is imported, and inherited by the workers of pytest-xdist.
     if not _gpu_requested(config):
         os.environ["JAX_PLATFORMS"] = "cpu"
-        # Most programs run once: compiling them with all of XLA's optimizations takes a third of the tests' time.
+        # Most programs run once: compiling them with all of XLA's optimizations, and fusions by way of MLIR, takes more
+        # than half of the tests' time.
         if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
             quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            quick += " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if workers := getattr(config.option, "numprocesses", None):  # whose NumPy references would all take every core
