@@ -1,14 +1,14 @@
 # The CPU module. One file per instruction set, each with its own flags; everything else is built for the base architecture.
-set(wonly_engines ffi/cpu/isa.cc ffi/cpu/engine_generic.cc)
+set(wonly_cpu_sources ffi/bindings_cpu.cc ffi/cpu/handlers.cc ffi/cpu/isa.cc ffi/cpu/engine_generic.cc
+    ffi/dequant/selftest_cpu.cc)
 set(wonly_cpu_x86 OFF)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   set(wonly_cpu_x86 ON)
-  list(APPEND wonly_engines ffi/cpu/engine_avx2.cc ffi/cpu/engine_avx512.cc ffi/cpu/engine_avx512_vnni.cc
+  list(APPEND wonly_cpu_sources ffi/cpu/engine_avx2.cc ffi/cpu/engine_avx512.cc ffi/cpu/engine_avx512_vnni.cc
        ffi/cpu/engine_avx512_bf16.cc)
 endif()
 
-wonly_objects(_cpu_engines ${wonly_engines})
-wonly_module(_cpu ffi/bindings_cpu.cc ffi/cpu/handlers.cc ffi/dequant/selftest_cpu.cc $<TARGET_OBJECTS:_cpu_engines>)
+wonly_module(_cpu ${wonly_cpu_sources})
 
 # Products and sums are contracted only where the code says so: quantized codes must be the same on every platform.
 set(wonly_engine_options -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math)
@@ -16,9 +16,7 @@ set_source_files_properties(ffi/cpu/handlers.cc PROPERTIES COMPILE_OPTIONS -O3)
 # -Wno-psabi: vectors wider than the target's registers are passed in memory, among functions of this one file.
 set_source_files_properties(ffi/cpu/engine_generic.cc PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};-Wno-psabi")
 if(wonly_cpu_x86)
-  foreach(target _cpu _cpu_engines)
-    target_compile_definitions(${target} PRIVATE WONLY_CPU_X86=1)
-  endforeach()
+  target_compile_definitions(_cpu PRIVATE WONLY_CPU_X86=1)
   set(wonly_avx512_options -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512)
   set_source_files_properties(ffi/cpu/engine_avx2.cc PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};-mavx2;-mfma")
   set_source_files_properties(ffi/cpu/engine_avx512.cc
