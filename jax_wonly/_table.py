@@ -88,22 +88,26 @@ def as_operand(table: Table | None, shift_mode: ShiftMode, shift: tuple[jax.Arra
     return ShiftMode.TABLE, (_constant(table).reshape(1, 1, ENTRIES),)
 
 
-def nearest_codes(values: jax.Array, table: Table) -> jax.Array:
-    """uint8 codes of the entries nearest to float32 ``values``; halfway between two entries, that of the lower."""
+def nearest_codes(values: jax.Array, scales: jax.Array, table: Table) -> jax.Array:
+    """uint8 codes of the entries whose multiple of float32 ``scales`` is nearest to float32 ``values``; halfway between
+    two, that of the lower.
+
+    Products are the same on every platform; XLA's quotients of float32 numbers are not, and then neither are codes.
+    """
     order = np.argsort(np.asarray(table, np.float32), kind="stable")
     ordered = np.asarray(table, np.float32)[order]
     codes = jnp.full(values.shape, order[0], jnp.uint8)
     for i in range(1, ENTRIES):
         if ordered[i] != ordered[i - 1]:
             middle = np.float32((np.float64(ordered[i]) + np.float64(ordered[i - 1])) / 2)
-            codes = jnp.where(values > middle, np.uint8(order[i]), codes)
+            codes = jnp.where(values > middle * scales, np.uint8(order[i]), codes)
     return codes
 
 
 def quantize(w: jax.Array, *, group_size: int, table: Table, scale_dtype) -> tuple[jax.Array, jax.Array]:
     """Codes uint8 ``[..., K, N]`` and scales ``[..., K / group_size, N]``: the largest magnitude meets the table's.
 
-    Everything is float32; codes are of ``w`` over the scale as it is stored, clamped to the table's range.
+    Everything is float32; codes are those of the nearest entries times the scale as it is stored.
     """
     from jax_wonly.primitives.quantize import divide
 
@@ -114,5 +118,6 @@ def quantize(w: jax.Array, *, group_size: int, table: Table, scale_dtype) -> tup
     # The barrier keeps XLA from dropping the round trip as excess precision.
     scales = lax.optimization_barrier(jnp.minimum(scales, jnp.finfo(scale_dtype).max))
     s = scales.astype(jnp.float32)
-    codes = nearest_codes(jnp.where(s == 0, 0, divide(groups, s)), table)
+    # A scale of zero has all multiples in one place: such groups take the code of 0.
+    codes = nearest_codes(jnp.where(s == 0, 0, groups), jnp.where(s == 0, 1, s), table)
     return codes.reshape(w.shape), jnp.squeeze(scales, -2)

@@ -36,6 +36,21 @@ def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     return words
 
 
+def middles(table) -> np.ndarray:
+    """float32, halfway between neighbouring entries."""
+    entries = np.unique(np.asarray(table, np.float32)).astype(np.float64)
+    return ((entries[1:] + entries[:-1]) / 2).astype(np.float32)
+
+
+def near_middles(rng, table, n: int) -> np.ndarray:
+    """float32 ``[64, n]``, a group for each output: the largest, and numbers within a place of middles times that."""
+    largest = rng.uniform(1, 2, n).astype(np.float32)
+    values = rng.choice(middles(table), (64, n)) * largest
+    values = np.nextafter(values, rng.choice(np.float32([-np.inf, 0, np.inf]), values.shape) + values)
+    values[0] = largest
+    return values
+
+
 def quantize(w, bits: int, group_size: int | None, mode: str, scale_dtype):
     """``(codes u8[K, N], scales[G, N], shift[G, N] or None)`` by the definition of the codes, in float32 NumPy."""
     scale_dtype = np.dtype(scale_dtype)

@@ -10,22 +10,19 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from matmul_cases import check_cross_product, check_epilogue
-from reference import DTYPES, random_weight, random_x
+from reference import DTYPES, middles, near_middles, random_weight, random_x
 
 import jax_wonly as jw
 from jax_wonly._sharding import local_shard, partition_specs
 from jax_wonly._table import FP4, NF4
 from jax_wonly._take import take_outputs
 
-NF4_MIDDLES = (np.asarray(NF4[1:], np.float64) + np.asarray(NF4[:-1], np.float64)) / 2
-
 
 def quantize_nf4(w, group_size):
-    """Codes ``[K, N]`` and scales, by counting the middles between entries that a value is above."""
+    """Codes ``[K, N]`` and scales, by counting the middles between entries, times the scale, that a value is above."""
     groups = w.reshape(-1, group_size, w.shape[-1])
     scales = np.abs(groups).max(1, keepdims=True)
-    ratio = (groups / scales).astype(np.float32)
-    return (ratio[..., None] > NF4_MIDDLES.astype(np.float32)).sum(-1).reshape(w.shape), scales[:, 0]
+    return (groups[..., None] > middles(NF4) * scales[..., None]).sum(-1).reshape(w.shape), scales[:, 0]
 
 
 def test_nf4_is_the_nearest_entry(rng):
@@ -44,6 +41,16 @@ def test_nf4_is_the_nearest_entry(rng):
     for table, mode in ((NF4, "nf4"), (FP4, "fp4")):
         entries = np.repeat(np.asarray(table, np.float32), 4)[:, None] * np.float32([3, 0.5, 0])
         np.testing.assert_array_equal(jw.quantize(entries, mode=mode, group_size=64).dequantize(), entries)
+
+
+def test_values_halfway_between_entries(rng):
+    """The codes are defined to the last place, where quotients round otherwise."""
+    w = near_middles(rng, NF4, 70)
+    codes, scales = quantize_nf4(w, 64)
+    qt = jw.quantize(w, mode="nf4", group_size=64)
+    np.testing.assert_array_equal(jw.unpack(qt.qvalue, 4, *w.shape), codes)
+    rounded = (w.reshape(-1, 64, 70) / scales[:, None])[..., None] > middles(NF4)
+    assert (rounded.sum(-1).reshape(w.shape) != codes).any()
 
 
 @pytest.mark.parametrize("scale_dtype", DTYPES)

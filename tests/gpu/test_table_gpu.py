@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_cases import assert_rows, sizes_of
-from reference import DTYPES, UNITS, as_kernels_see_it, assert_product, random_weight, random_x
+from reference import DTYPES, UNITS, as_kernels_see_it, assert_product, near_middles, random_weight, random_x
 
 import jax_wonly as jw
+from jax_wonly._table import TABLES
 
 pytestmark = pytest.mark.gpu
 
@@ -132,7 +133,8 @@ def test_dequantize_is_exact(rng):
 
 @pytest.mark.parametrize("mode", ["nf4", "fp4"])
 def test_codes_are_those_of_the_cpu(rng, mode):
-    w = rng.normal(0.1, 1, (512, 200)).astype(np.float32)
+    """Also of values halfway between entries, to the last place."""
+    w = np.concatenate([rng.normal(0.1, 1, (512, 200)).astype(np.float32), near_middles(rng, TABLES[mode], 200)])
     on_gpu = jw.quantize(jnp.asarray(w), mode=mode, group_size=64)
     with jax.default_device(jax.devices("cpu")[0]):
         on_cpu = jw.quantize(jnp.asarray(w), mode=mode, group_size=64)
