@@ -25,7 +25,7 @@ def _rint(x):
 
 def divide(a, b):
     # XLA multiplies by the reciprocal of a broadcast divisor, which rounds differently; a selected one it leaves alone.
-    # On GPUs its quotients are rounded to the nearest only in part: the kernels' are.
+    # Its quotients on GPUs may be a place off, which those of the CUDA kernel are not.
     return a / jnp.where(a == a, b, jnp.float32(1))
 
 
