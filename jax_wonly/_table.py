@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jax_wonly._abi import ShiftMode
+from jax_wonly.primitives._common import divide
 
 Table = tuple[float, ...]
 
@@ -92,7 +93,7 @@ def nearest_codes(values: jax.Array, scales: jax.Array, table: Table) -> jax.Arr
     """uint8 codes of the entries whose multiple of float32 ``scales`` is nearest to float32 ``values``; halfway between
     two, that of the lower.
 
-    Products are the same on every platform; XLA's quotients of float32 numbers are not, and then neither are codes.
+    By products, which are cheap and the same on every platform, as XLA's quotients are not.
     """
     order = np.argsort(np.asarray(table, np.float32), kind="stable")
     ordered = np.asarray(table, np.float32)[order]
@@ -109,8 +110,6 @@ def quantize(w: jax.Array, *, group_size: int, table: Table, scale_dtype) -> tup
 
     Everything is float32; codes are those of the nearest entries times the scale as it is stored.
     """
-    from jax_wonly.primitives.quantize import divide
-
     *lead, k, n = w.shape
     groups = w.astype(jnp.float32).reshape(*lead, k // group_size, group_size, n)
     largest = jnp.max(jnp.abs(groups), axis=-2, keepdims=True)

@@ -14,6 +14,7 @@ from jax_wonly._quantize import MODES, _all_finite
 from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import check_array, check_float_dtype, check_group_size
 from jax_wonly.primitives import quantize as definition
+from jax_wonly.primitives._common import divide
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("scales", "shift"), meta_fields=("scheme",))
@@ -91,8 +92,8 @@ def encode(w: jax.Array, grid: Grid) -> jax.Array:
     scheme, s = grid.scheme, grid.scales.astype(jnp.float32)
     top, bias = 2**scheme.bits - 1, bias_of(scheme.bits)
     if scheme.mode == QuantizeMode.OFFSETS and grid.shift is not None:
-        return jnp.where(s == 0, 0, jnp.clip(_rint(definition.divide(w - grid.shift.astype(jnp.float32), s)), 0, top))
-    ratio = jnp.where(s == 0, 0, definition.divide(w, s))
+        return jnp.where(s == 0, 0, jnp.clip(_rint(divide(w - grid.shift.astype(jnp.float32), s)), 0, top))
+    ratio = jnp.where(s == 0, 0, divide(w, s))
     if grid.shift is None:
         return jnp.clip(_rint(ratio) + bias, 0, top)
     shift = grid.shift.astype(jnp.float32)

@@ -19,7 +19,7 @@ from jax_wonly._tensor import QuantizedTensor
 from jax_wonly._validate import check_array, check_choice, check_float_dtype
 from jax_wonly.compat import faster_transformer
 from jax_wonly.compat._codes import pack, unpack
-from jax_wonly.primitives.quantize import divide
+from jax_wonly.primitives._common import divide
 
 __all__ = ["from_layout", "llm_int8_linear", "to_layout", "weight_dequantize", "weight_only_linear", "weight_quantize"]
 

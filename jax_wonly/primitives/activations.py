@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import ShiftMode
 from jax_wonly._format import ceil_div
-from jax_wonly.primitives._common import make_primitive, register_lowerings
+from jax_wonly.primitives._common import divide, make_primitive, register_lowerings
 
 quantize_activation_p = make_primitive("wonly_quantize_activation", multiple_results=True)
 
@@ -95,7 +95,7 @@ def reference(x, *, scheme: Scheme) -> tuple[jax.Array, ...]:
         span = span - low
     none = span < np.float32(_SMALLEST)
     scales = jnp.where(none, 0, span * (np.float32(1) / steps))
-    inverse = jnp.where(none, 0, steps / jnp.where(none, 1, span))
+    inverse = jnp.where(none, 0, divide(steps, jnp.where(none, 1, span)))
     offsets = ()
     if not scheme.symmetric:
         offset = low + 128 * scales
@@ -105,7 +105,8 @@ def reference(x, *, scheme: Scheme) -> tuple[jax.Array, ...]:
     if integers:
         q = jnp.clip(lax.round(q, lax.RoundingMethod.TO_NEAREST_EVEN), -127 if scheme.symmetric else -128, 127)
         q = jnp.where(jnp.isnan(q), 0, q)
-    codes = q.astype(scheme.dtype)
+    # The barrier keeps XLA from summing numbers that were not rounded to float8, as excess precision.
+    codes = lax.optimization_barrier(q.astype(scheme.dtype))
     sums = codes.astype(jnp.int32 if integers else jnp.float32).sum(-1)
     return to_kernel_order(codes.reshape(m, k)), scales.reshape(m, groups), sums, *offsets
 

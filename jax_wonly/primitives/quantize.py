@@ -14,19 +14,13 @@ from jax.interpreters import ad, batching
 from jax_wonly import _abi, _ffi
 from jax_wonly._abi import QuantizeMode
 from jax_wonly._format import bias_of, pack, packed_shape
-from jax_wonly.primitives._common import make_primitive, register_lowerings
+from jax_wonly.primitives._common import divide, make_primitive, register_lowerings
 
 quantize_p = make_primitive("wonly_quantize", multiple_results=True)
 
 
 def _rint(x):
     return lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-
-
-def divide(a, b):
-    # XLA multiplies by the reciprocal of a broadcast divisor, which rounds differently; a selected one it leaves alone.
-    # Its quotients on GPUs may be a place off, which those of the CUDA kernel are not.
-    return a / jnp.where(a == a, b, jnp.float32(1))
 
 
 def _stored(x, dtype):

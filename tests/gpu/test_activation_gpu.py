@@ -50,6 +50,14 @@ def test_codes(rng, dtype, symmetric, x_dtype):
         check_codes(x, xq, group_size, dtype, symmetric)
 
 
+@pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
+def test_codes_of_xla(rng, dtype, symmetric):
+    """XLA's own quotients on a GPU are not rounded to the nearest."""
+    x = random_x(rng, (4000, 256), "float32")
+    how = {"group_size": 64, "dtype": dtype, "symmetric": symmetric}
+    check_codes(x, jw.quantize_activation(x, **how, implementation="xla"), **how)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)

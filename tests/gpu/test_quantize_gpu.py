@@ -33,6 +33,15 @@ def test_codes(rng, mode, bits, dtype, scale_dtype):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scale_dtype", DTYPES)
+def test_codes_of_xla(rng, mode, bits, scale_dtype):
+    """XLA's own quotients on a GPU are not rounded to the nearest."""
+    shape = {"k": 256, "n": 1030, "group_size": 64}
+    check_codes(rng, bits=bits, mode=mode, dtype="float32", scale_dtype=scale_dtype, implementation="xla", **shape)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("scale_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dequantize(rng, mode, bits, scale_dtype, dtype):
     for group_size, k, n, lead in [(32, 96, 67, ()), (128, 256, 130, (2,)), (None, 45, 70, (2, 3))]:
@@ -67,8 +76,9 @@ def test_leading_axes_and_vmap(rng, mode):
 def test_a_large_weight(rng, mode):
     """More tiles than threads of one launch, against the CPU's codes."""
     w = rng.normal(0.01, 0.02, (4096, 1537)).astype(np.float32)
-    on_gpu = jw.quantize(w, mode=mode)
+    on_gpu = [jw.quantize(w, mode=mode, implementation=implementation) for implementation in ("cuda", "xla")]
     with jax.default_device(jax.devices("cpu")[0]):
         on_cpu = jw.quantize(w, mode=mode, implementation="cpu")
-    for a, b in zip(on_gpu, on_cpu, strict=True):
-        np.testing.assert_array_equal(a, b)
+    for qt in on_gpu:
+        for a, b in zip(qt, on_cpu, strict=True):
+            np.testing.assert_array_equal(a, b)
