@@ -118,6 +118,22 @@ class Problem:
         assert worst <= 1.0, worst
         return y
 
+    def check_transposed(self, rng):
+        """The gradient of x, of random cotangents."""
+        dtype = self.x.dtype
+        dy = jnp.asarray(rng.normal(0.5, 1.0, (self.batch, self.m, self.n)), dtype)
+        operands = [dy, self.qw, self.scales, *(() if self.shift is None else (self.shift,))]
+        result = jax.ShapeDtypeStruct((self.batch, self.m, self.codes.shape[1]), dtype)
+        dx = jax.ffi.ffi_call(_abi.MATMUL_TRANSPOSED, result)(
+            *operands, bits=np.int64(self.bits), shift_mode=np.int64(self.shift_mode)
+        )
+        w, magnitude = (np.swapaxes(a, 1, 2) for a in self.weights())
+        dy = np.asarray(dy, np.float64)
+        want = np.matmul(dy, w)
+        bound = 1.2e-6 * np.matmul(np.abs(dy), np.abs(magnitude)) + rounding(want, dtype) + 1e-6
+        worst = np.max(np.abs(np.asarray(dx, np.float64) - want) / bound)
+        assert worst <= 1.0, worst
+
 
 def activate(v, activation):
     if activation == 1:
@@ -154,6 +170,17 @@ SHAPES = [
 def test_matmul_against_float64(rng, isa, bits, mode, x_dtype):
     for i, shape in enumerate(SHAPES):
         Problem(rng, *shape, bits=bits, mode=mode, x_dtype=x_dtype, scale_dtype=DTYPES[i % 3]).check()
+
+
+@pytest.mark.parametrize("mode", [*MODES, "table"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_transposed_against_float64(rng, isa, bits, mode):
+    if mode == "table" and bits == 8:
+        return
+    for i, shape in enumerate(SHAPES):
+        for x_dtype in DTYPES:
+            problem = Problem(rng, *shape, bits=bits, mode=mode, x_dtype=x_dtype, scale_dtype=DTYPES[i % 3])
+            problem.check_transposed(rng)
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)

@@ -1,6 +1,8 @@
 // AVX2 with FMA: a 16-lane vector is two registers.
 #include <immintrin.h>
 
+#include <utility>
+
 #include "abi.h"
 #include "layout.h"
 
@@ -43,6 +45,38 @@ struct Ops {
     const __m256 a = _mm256_permutevar8x32_ps(v.low, even_odd), b = _mm256_permutevar8x32_ps(v.high, even_odd);
     _mm256_storeu_ps(p, _mm256_permute2f128_ps(a, b, 0x20));
     _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(a, b, 0x31));
+  }
+
+  // Lane i of row j to lane j of row i, by quarters of 8 x 8.
+  static void transpose_lanes(F (&rows)[16]) {
+    __m256 quarter[8];
+    for (int i = 0; i < 8; ++i) quarter[i] = rows[i].high;
+    transpose_eight(quarter);
+    for (int i = 0; i < 8; ++i) std::swap(quarter[i], rows[i + 8].low);
+    transpose_eight(quarter);
+    for (int i = 0; i < 8; ++i) rows[i].high = quarter[i];
+    for (int i = 0; i < 8; ++i) quarter[i] = rows[i].low;
+    transpose_eight(quarter);
+    for (int i = 0; i < 8; ++i) rows[i].low = quarter[i];
+    for (int i = 0; i < 8; ++i) quarter[i] = rows[i + 8].high;
+    transpose_eight(quarter);
+    for (int i = 0; i < 8; ++i) rows[i + 8].high = quarter[i];
+  }
+  static void transpose_eight(__m256 (&rows)[8]) {
+    __m256 fours[4][2];  // [column of a half][of rows 4i to 4i + 3]
+    for (int i = 0; i < 2; ++i) {
+      const __m256* const r = rows + 4 * i;
+      const __m256 a = _mm256_unpacklo_ps(r[0], r[1]), b = _mm256_unpackhi_ps(r[0], r[1]);
+      const __m256 c = _mm256_unpacklo_ps(r[2], r[3]), d = _mm256_unpackhi_ps(r[2], r[3]);
+      fours[0][i] = _mm256_shuffle_ps(a, c, 0x44);
+      fours[1][i] = _mm256_shuffle_ps(a, c, 0xee);
+      fours[2][i] = _mm256_shuffle_ps(b, d, 0x44);
+      fours[3][i] = _mm256_shuffle_ps(b, d, 0xee);
+    }
+    for (int j = 0; j < 4; ++j) {
+      rows[j] = _mm256_permute2f128_ps(fours[j][0], fours[j][1], 0x20);
+      rows[j + 4] = _mm256_permute2f128_ps(fours[j][0], fours[j][1], 0x31);
+    }
   }
 
   static void prefetch_atom(const uint32_t* p) {

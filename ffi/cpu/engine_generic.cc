@@ -38,6 +38,17 @@ struct Ops {
     for (int i = 0; i < 16; ++i) p[i / 2 + i % 2 * 8] = v[i];
   }
 
+  // Lane i of row j to lane j of row i.
+  static void transpose_lanes(F (&rows)[16]) {
+    for (int i = 1; i < 16; ++i) {
+      for (int j = 0; j < i; ++j) {
+        const float lane = rows[i][j];
+        rows[i][j] = rows[j][i];
+        rows[j][i] = lane;
+      }
+    }
+  }
+
   static void prefetch_atom(const uint32_t* p) {
     for (int line = 0; line < 8; ++line) __builtin_prefetch(p + 16 * line);
   }

@@ -572,55 +572,59 @@ void matmul_panel(const MatmulTask& task) {
   finish(task, row_begin, rows, scratch.totals);
 }
 
-// x has the weight's outputs as its inputs, which a panel must have as rows: out[piece][output][64 inputs] from
-// panel[input][64] in lane order.
+// x has the weight's outputs as its inputs, which a panel must have as rows: out[output][64 inputs] from
+// panel[input][64] in lane order. Zeros after `inputs`.
 void transpose_panel(const float* panel, int64_t inputs, float* out) {
-  for (int64_t piece = 0; piece < inputs; piece += kTileN, out += kTileN * kTileN) {
-    for (int lane = 0; lane < kTileN; ++lane) {
-      const int output = lane / kLanes * kLanes + lane % 2 * 8 + lane % kLanes / 2;
-      for (int k = 0; k < kTileN; ++k)
-        out[output * kTileN + k] = piece + k < inputs ? panel[(piece + k) * kTileN + lane] : 0.0f;
+  for (int64_t k = 0; k < kTileN; k += kLanes) {
+    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+      F rows[kLanes];
+      for (int i = 0; i < kLanes; ++i)
+        rows[i] = k + i < inputs ? Ops::load(panel + (k + i) * kTileN + atom * kLanes) : Ops::set1(0.0f);
+      Ops::transpose_lanes(rows);
+      for (int lane = 0; lane < kLanes; ++lane)
+        Ops::store(out + (atom * kLanes + lane % 2 * 8 + lane / 2) * kTileN + k, rows[lane]);
     }
   }
 }
 
 int64_t transposed_floats(const Weights& weights, int64_t rows) {
-  return Scratch::floats(weights, kChunk + rows * (kChunk / kTileN));
+  return Scratch::floats(weights, kTileN + rows * (kChunk / kTileN));
 }
 
 void matmul_transposed(const MatmulTask& task) {
   const Weights& weights = task.weights;
   const PackedX& x = task.x;
   const Scratch scratch(weights, task.scratch);
-  float* const transposed = scratch.totals;            // [pieces][64][64]
-  float* const totals = transposed + kChunk * kTileN;  // [pieces][rows][64]
+  float* const transposed = scratch.totals;            // [64][64]
+  float* const totals = transposed + kTileN * kTileN;  // [pieces][rows][64]
   const int64_t begin = task.tile * kChunk;
   const int64_t end = begin + kChunk < weights.k ? begin + kChunk : weights.k;
   const int64_t first_group = begin / weights.group_size(), end_group = (end - 1) / weights.group_size() + 1;
-  const int64_t pieces = ceil_div(end - begin, kTileN);
   const int64_t row_begin = x.block_begin(task.block_begin);
   const int64_t rows = x.block_begin(task.block_end) - row_begin;
-  std::memset(totals, 0, sizeof(float) * pieces * rows * kTileN);
+  std::memset(totals, 0, sizeof(float) * ceil_div(end - begin, kTileN) * rows * kTileN);
   for (int64_t tile = 0; tile < weights.tiles_n(); ++tile) {
     scratch.load(weights, tile, first_group, end_group);
-    decode_f32(weights, tiles_of(weights, tile), begin, end, scratch, scratch.panel);
-    transpose_panel(scratch.panel, end - begin, transposed);
-    for (int64_t block = task.block_begin; block < task.block_end; ++block) {
-      const int64_t first = x.block_begin(block);
-      const int64_t height = x.block_begin(block + 1) - first;
-      const float* x_block = static_cast<const float*>(x.data) + first * x.row_elements() + tile * kTileN * height;
-      const MicroKernel kernel = micro_for<F32Policy>(height);
-      for (int64_t piece = 0; piece < pieces; ++piece)
-        kernel(transposed + piece * kTileN * kTileN, x_block, kTileN, nullptr,
-               totals + (piece * rows + first - row_begin) * kTileN);
+    // Pieces of 64 inputs, so that codes are in the first-level cache as weights, in either order.
+    for (int64_t k = begin, piece = 0; k < end; k += kTileN, ++piece) {
+      const int64_t inputs = end - k < kTileN ? end - k : kTileN;
+      decode_f32(weights, tiles_of(weights, tile), k, k + inputs, scratch, scratch.panel);
+      transpose_panel(scratch.panel, inputs, transposed);
+      for (int64_t block = task.block_begin; block < task.block_end; ++block) {
+        const int64_t first = x.block_begin(block);
+        const int64_t height = x.block_begin(block + 1) - first;
+        const float* x_block = static_cast<const float*>(x.data) + first * x.row_elements() + tile * kTileN * height;
+        micro_for<F32Policy>(height)(transposed, x_block, kTileN, nullptr,
+                                     totals + (piece * rows + first - row_begin) * kTileN);
+      }
     }
   }
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      const int64_t k = begin + piece * kTileN;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t k = begin, piece = 0; k < end; k += kTileN, ++piece) {
       const int64_t count = end - k < kTileN ? end - k : kTileN;
       store_row(totals + (piece * rows + r) * kTileN, count, task.y, task.y_type, x.row(row_begin + r) * weights.k + k);
     }
+  }
 }
 
 #if defined(WONLY_PLANES)

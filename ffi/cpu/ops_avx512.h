@@ -35,6 +35,38 @@ struct Ops {
     store(p, _mm512_permutexvar_ps(order, v));
   }
 
+  // Lane i of row j to lane j of row i: 32 bits, 64, and then quarters of vectors.
+  static void transpose_lanes(F (&rows)[16]) {
+    const auto low = [](F a, F b) { return _mm512_unpacklo_ps(a, b); };
+    const auto high = [](F a, F b) { return _mm512_unpackhi_ps(a, b); };
+    const auto low_pairs = [](F a, F b) {
+      return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+    };
+    const auto high_pairs = [](F a, F b) {
+      return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+    };
+    F fours[4][4];  // [column of a quarter][of rows 4i to 4i + 3]
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const F* const r = rows + 4 * i;
+      const F a = low(r[0], r[1]), b = high(r[0], r[1]), c = low(r[2], r[3]), d = high(r[2], r[3]);
+      fours[0][i] = low_pairs(a, c);
+      fours[1][i] = high_pairs(a, c);
+      fours[2][i] = low_pairs(b, d);
+      fours[3][i] = high_pairs(b, d);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const F(&f)[4] = fours[j];
+      const F even = _mm512_shuffle_f32x4(f[0], f[1], 0x88), odd = _mm512_shuffle_f32x4(f[0], f[1], 0xdd);
+      const F even_below = _mm512_shuffle_f32x4(f[2], f[3], 0x88), odd_below = _mm512_shuffle_f32x4(f[2], f[3], 0xdd);
+      rows[j] = _mm512_shuffle_f32x4(even, even_below, 0x88);
+      rows[j + 4] = _mm512_shuffle_f32x4(odd, odd_below, 0x88);
+      rows[j + 8] = _mm512_shuffle_f32x4(even, even_below, 0xdd);
+      rows[j + 12] = _mm512_shuffle_f32x4(odd, odd_below, 0xdd);
+    }
+  }
+
   static void prefetch_atom(const uint32_t* p) {
 #pragma GCC unroll 8
     for (int line = 0; line < 8; ++line) _mm_prefetch(reinterpret_cast<const char*>(p + 16 * line), _MM_HINT_T0);
