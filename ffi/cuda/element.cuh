@@ -115,6 +115,12 @@ __device__ __forceinline__ float from_bits(uint32_t bits, DType type) {
   const float single = __uint_as_float(bits << (type == DType::kF32 ? 0 : 16));
   return type == DType::kF16 ? to_float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
 }
+// The weight that a code stands for; symmetric codes have their bias as `shift`.
+__device__ __forceinline__ float weight_of(ShiftMode mode, float code, float scale, float shift) {
+  const bool offsets = mode == ShiftMode::kOffsets;
+  return fmaf(offsets ? code : code - shift, scale, offsets ? shift : 0.f);
+}
+
 // Several elements of a floating type at once: one choice of type. `index(i)`: where element i is.
 template <int kCount, typename Index>
 __device__ __forceinline__ void load_elements(const void* array, DType type, float (&to)[kCount], Index&& index) {

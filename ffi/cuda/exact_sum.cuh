@@ -27,7 +27,7 @@ inline __device__ float weight_at(const MatmulArgs& args, int64_t batch, int64_t
   const float shift = args.shift_mode == ShiftMode::kNone
                           ? static_cast<float>(bias_of(args.bits))
                           : load_element(args.shift, batch * args.shift_batch_stride + index, args.shift_dtype);
-  return args.shift_mode == ShiftMode::kOffsets ? code * scale + shift : (code - shift) * scale;
+  return weight_of(args.shift_mode, code, scale, shift);
 }
 
 // sum over [k_begin, k_end) of w[k, n] x[m, k], each weight dequantized first.

@@ -893,11 +893,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     float scale[2], shift[2];
     uint32_t zero[2] = {C::minus_zero(kBias), C::minus_zero(kBias)};
-    // What multiplies sums of activations: what zeros or offsets are more than the middle of the codes.
-    const auto shift_of = [&](float scale, float shift) {
-      const bool offsets = args.shift_mode == ShiftMode::kOffsets;
-      return fmaf(offsets ? kBias : kBias - shift, scale, offsets ? shift : 0.f);
-    };
+    // What multiplies sums of activations: codes are taken from their middle.
+    const auto shift_of = [&](float scale, float shift) { return weight_of(args.shift_mode, kBias, scale, shift); };
     if (!grouped && !S::kMakesSums) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

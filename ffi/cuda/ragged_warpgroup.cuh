@@ -438,10 +438,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     uint32_t zero[2];
     zero[0] = zero[1] = C::minus_zero(kBias);
     // What multiplies sums of activations.
-    const auto shift_of = [&](float scale, float shift) {
-      const bool offsets = args.shift_mode == ShiftMode::kOffsets;
-      return fmaf(offsets ? kBias : kBias - shift, scale, offsets ? shift : 0.f);
-    };
+    const auto shift_of = [&](float scale, float shift) { return weight_of(args.shift_mode, kBias, scale, shift); };
     if (!grouped) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {

@@ -46,10 +46,7 @@ __device__ __forceinline__ void prepare_group(const MatmulArgs& args, int64_t sc
   const float middle = static_cast<float>(bias_of(args.bits));
   const auto shift_of = [&](int i) { return load_element(args.shift, shift_at + i, args.shift_dtype); };
   // What is added to (code - middle) * scale.
-  const auto added_to = [&](int i, float scale) {
-    const float shift = shift_of(i);
-    return args.shift_mode == ShiftMode::kOffsets ? shift + middle * scale : (middle - shift) * scale;
-  };
+  const auto added_to = [&](int i, float scale) { return weight_of(args.shift_mode, middle, scale, shift_of(i)); };
   uint32_t largest = 0;
 #pragma unroll 4
   for (int i = threadIdx.x; i < n; i += blockDim.x) {

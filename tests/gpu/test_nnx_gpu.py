@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 nnx = pytest.importorskip("flax.nnx", reason="Flax is not installed")
 
 PEAK = """
+import time
 import jax, jax.numpy as jnp
 from flax import nnx
 import jax_wonly.nnx
@@ -26,10 +27,16 @@ model = nnx.Sequential(*(nnx.Linear(size, size, kernel_init=fill, **options) for
 stats = lambda: jax.devices()[0].memory_stats()
 dense = stats()["bytes_in_use"]
 report = jax_wonly.nnx.quantize(model, bits={bits})
-peak, after = stats()["peak_bytes_in_use"], stats()["bytes_in_use"]
 layer = 2 * size * size
+jax.block_until_ready(nnx.state(model))
+peak = stats()["peak_bytes_in_use"]
 assert peak <= dense + layer, (peak, dense, layer)
-assert after <= dense - count * layer + report.bytes_after + 2**22, (after, dense)
+most = dense - count * layer + report.bytes_after + 2**22
+for _ in range(100):  # what programs held is let go by another thread, after they have ended
+    if (after := stats()["bytes_in_use"]) <= most:
+        break
+    time.sleep(0.05)
+assert after <= most, (after, most)
 """
 
 
