@@ -1,8 +1,6 @@
 // AVX2 with FMA: a 16-lane vector is two registers.
 #include <immintrin.h>
 
-#include <utility>
-
 #include "abi.h"
 #include "layout.h"
 
@@ -47,20 +45,17 @@ struct Ops {
     _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(a, b, 0x31));
   }
 
-  // Lane i of row j to lane j of row i, by quarters of 8 x 8.
+  // Lane i of row j to lane j of row i.
   static void transpose_lanes(F (&rows)[16]) {
-    __m256 quarter[8];
-    for (int i = 0; i < 8; ++i) quarter[i] = rows[i].high;
-    transpose_eight(quarter);
-    for (int i = 0; i < 8; ++i) std::swap(quarter[i], rows[i + 8].low);
-    transpose_eight(quarter);
-    for (int i = 0; i < 8; ++i) rows[i].high = quarter[i];
-    for (int i = 0; i < 8; ++i) quarter[i] = rows[i].low;
-    transpose_eight(quarter);
-    for (int i = 0; i < 8; ++i) rows[i].low = quarter[i];
-    for (int i = 0; i < 8; ++i) quarter[i] = rows[i + 8].high;
-    transpose_eight(quarter);
-    for (int i = 0; i < 8; ++i) rows[i + 8].high = quarter[i];
+    __m256 quarters[2][2][8];  // [half of the rows][half of the lanes]
+    for (int i = 0; i < 16; ++i) {
+      quarters[i / 8][0][i % 8] = rows[i].low;
+      quarters[i / 8][1][i % 8] = rows[i].high;
+    }
+    for (auto& half : quarters) {
+      for (auto& quarter : half) transpose_eight(quarter);
+    }
+    for (int i = 0; i < 16; ++i) rows[i] = {quarters[0][i / 8][i % 8], quarters[1][i / 8][i % 8]};
   }
   static void transpose_eight(__m256 (&rows)[8]) {
     __m256 fours[4][2];  // [column of a half][of rows 4i to 4i + 3]

@@ -115,6 +115,7 @@ __device__ __forceinline__ float from_bits(uint32_t bits, DType type) {
   const float single = __uint_as_float(bits << (type == DType::kF32 ? 0 : 16));
   return type == DType::kF16 ? to_float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
 }
+
 // The weight that a code stands for; symmetric codes have their bias as `shift`.
 __device__ __forceinline__ float weight_of(ShiftMode mode, float code, float scale, float shift) {
   const bool offsets = mode == ShiftMode::kOffsets;
