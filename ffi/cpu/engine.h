@@ -122,32 +122,46 @@ struct DequantizeTask {
   float* scratch;
 };
 
+// Of Form::kPlanes.
+struct PlanesKernels {
+  int64_t rows;  // of a block
+  // Whether row `row` of x keeps float32's accuracy as planes; if so, exponents[run] are set.
+  bool (*exponents)(const Weights& weights, Rows x, int64_t row, int16_t* exponents);
+  void (*pack_block)(const PackedX& packed, const Weights& weights, Rows x, int64_t block);
+  void (*matmul)(const MatmulTask& task);
+};
+
+// Of Form::kBF16Pairs, beside the engine's for float32, with blocks of as many rows.
+struct PairsKernels {
+  void (*matmul_direct)(const MatmulTask& task);
+  void (*matmul_panel)(const MatmulTask& task);
+};
+
 struct Engine {
   const char* name;
   int64_t direct_rows;  // up to this many rows, codes are converted in registers, for all rows at once
   int64_t panel_rows;   // rows of a block otherwise, when codes are converted to a panel that all blocks share
-  int64_t plane_rows;   // rows of a block of Form::kPlanes; 0: the form is not known
-  bool pairs;           // knows Form::kBF16Pairs
   int64_t (*direct_width)(int64_t rows);  // rows_padded of the direct kernels: rows rounded up to a compiled width
-  // Whether row `row` of x keeps float32's accuracy as planes; if so, exponents[run] are set.
-  bool (*plane_exponents)(const Weights& weights, Rows x, int64_t row, int16_t* exponents);
-  void (*pack_block)(const PackedX& packed, const Weights& weights, Rows x, int64_t block);
+  void (*pack_block)(const PackedX& packed, const Weights& weights, Rows x, int64_t block);  // all but kPlanes
   int64_t (*scratch_floats)(const Weights& weights, int64_t rows);
   int64_t (*transposed_floats)(const Weights& weights, int64_t rows);
   void (*matmul_direct)(const MatmulTask& task);
   void (*matmul_panel)(const MatmulTask& task);
-  void (*matmul_planes)(const MatmulTask& task);
   void (*matmul_transposed)(const MatmulTask& task);
   void (*quantize)(const QuantizeTask& task);
   void (*dequantize)(const DequantizeTask& task);
+  const PlanesKernels* planes = nullptr;  // null: the form is not known
+  const PairsKernels* pairs = nullptr;
 };
 
+// Every file of these is compiled for its instruction set, and its functions must be safe to call without: they return
+// an address.
 const Engine& generic_engine();
 #if defined(WONLY_CPU_X86)
 const Engine& avx2_engine();
 const Engine& avx512_engine();
-const Engine& avx512_vnni_engine();
-const Engine& avx512_bf16_engine();
+const PlanesKernels& avx512_vnni_planes();
+const PairsKernels& avx512_bf16_pairs();
 #endif
 
 }  // namespace wonly::cpu

@@ -139,7 +139,7 @@ struct Ops {
 namespace wonly::cpu {
 
 const Engine& avx2_engine() {
-  static constexpr Engine engine = make_engine("avx2", false);
+  static constexpr Engine engine = make_engine("avx2");
   return engine;
 }
 

@@ -6,7 +6,7 @@
 namespace wonly::cpu {
 
 const Engine& avx512_engine() {
-  static constexpr Engine engine = make_engine("avx512", false);
+  static constexpr Engine engine = make_engine("avx512");
   return engine;
 }
 

@@ -94,7 +94,7 @@ struct Ops {
 namespace wonly::cpu {
 
 const Engine& generic_engine() {
-  static constexpr Engine engine = make_engine("generic", false);
+  static constexpr Engine engine = make_engine("generic");
   return engine;
 }
 

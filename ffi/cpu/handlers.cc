@@ -73,7 +73,7 @@ struct Product {
   Form form(const Share& share) const {
     const Weights first = weights_at(weights, 0);
     if (transposed || !first.whole_groups() || weights.shift_mode == ShiftMode::kTable) return Form::kF32;
-    if (engine.pairs && x.type == DType::kBF16) {
+    if (engine.pairs != nullptr && x.type == DType::kBF16) {
       if (weights.shift_mode == ShiftMode::kNone) return Form::kBF16Pairs;
       if (weights.shift_mode == ShiftMode::kZeros && weights.shift.type == DType::kU8 &&
           (weights.bits == 8 || small_zeros(weights, share.first_weights, share.weights))) {
@@ -82,7 +82,7 @@ struct Product {
     }
     const bool long_runs =
         first.groups == 1 || (first.group_size() % tile_k(first.bits) == 0 && first.group_size() >= 64);
-    return engine.plane_rows > 0 && long_runs ? Form::kPlanes : Form::kF32;
+    return engine.planes != nullptr && long_runs ? Form::kPlanes : Form::kF32;
   }
 
   Part make_part(const Share& share, Form form) const {
@@ -97,15 +97,15 @@ struct Product {
       packed.blocks = ceil_div(share.count, engine.panel_rows);
       part.kernel = engine.matmul_transposed;
     } else if (form == Form::kPlanes) {
-      packed.blocks = ceil_div(share.count, engine.plane_rows);
-      part.kernel = engine.matmul_planes;
+      packed.blocks = ceil_div(share.count, engine.planes->rows);
+      part.kernel = engine.planes->matmul;
     } else if (share.count <= engine.direct_rows && weights_at(weights, 0).whole_groups()) {
       packed.rows_padded = engine.direct_width(share.count);
       packed.blocks = 1;
-      part.kernel = engine.matmul_direct;
+      part.kernel = form == Form::kBF16Pairs ? engine.pairs->matmul_direct : engine.matmul_direct;
     } else {
       packed.blocks = ceil_div(share.count, engine.panel_rows);
-      part.kernel = engine.matmul_panel;
+      part.kernel = form == Form::kBF16Pairs ? engine.pairs->matmul_panel : engine.matmul_panel;
     }
     // 256 rows by one tile: the sums stay in the second-level cache beside the panel. (Two or four tiles, to read x
     // less often, were slower.)
@@ -149,7 +149,7 @@ struct Product {
       if (!share_out(pack_alone, ceil_div(x_batches * x_rows, kPiece), [&](int64_t piece) {
             for (int64_t i = piece * kPiece; i < std::min(x_batches * x_rows, (piece + 1) * kPiece); ++i)
               as_planes[i] =
-                  engine.plane_exponents(first, rows_at(x, i / x_rows), i % x_rows, exponents.data() + i * runs);
+                  engine.planes->exponents(first, rows_at(x, i / x_rows), i % x_rows, exponents.data() + i * runs);
           })) {
         return false;
       }
@@ -210,7 +210,9 @@ struct Product {
     }
     if (!share_out(pack_alone, pack_items, [&](int64_t item) {
           const auto [part, block] = find(pack_starts, item);
-          engine.pack_block(part->packed, first, rows_at(x, part->share.x_batch), block);
+          const bool in_planes = part->packed.form == Form::kPlanes;
+          (in_planes ? engine.planes->pack_block : engine.pack_block)(part->packed, first,
+                                                                      rows_at(x, part->share.x_batch), block);
         })) {
       return false;
     }

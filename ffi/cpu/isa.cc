@@ -11,6 +11,16 @@ struct Candidate {
   bool supported;
 };
 
+#if defined(WONLY_CPU_X86)
+Engine extended(const char* name, const Engine& engine, const PlanesKernels* planes, const PairsKernels* pairs) {
+  Engine all = engine;
+  all.name = name;
+  all.planes = planes;
+  all.pairs = pairs;
+  return all;
+}
+#endif
+
 std::vector<Candidate> candidates() {
   std::vector<Candidate> all;
 #if defined(WONLY_CPU_X86)
@@ -20,11 +30,14 @@ std::vector<Candidate> candidates() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+  static const Engine vnni_engine = extended("avx512_vnni", avx512_engine(), &avx512_vnni_planes(), nullptr);
+  static const Engine bf16_engine =
+      extended("avx512_bf16", avx512_engine(), &avx512_vnni_planes(), &avx512_bf16_pairs());
   // vdpbf16ps does twice the work of an FMA on AMD (measured on Zen 5) but half of it on Intel (measured on Sapphire
   // Rapids), where the kernels without it are the better default.
-  const Candidate pairs{&avx512_bf16_engine(), bf16};
+  const Candidate pairs{&bf16_engine, bf16};
   if (__builtin_cpu_is("amd")) all.push_back(pairs);
-  all.push_back({&avx512_vnni_engine(), vnni});
+  all.push_back({&vnni_engine, vnni});
   all.push_back({&avx512_engine(), avx512});
   if (!__builtin_cpu_is("amd")) all.push_back(pairs);
   all.push_back({&avx2_engine(), avx2});

@@ -1,4 +1,4 @@
-// The 16-lane vector of AVX-512, for the engines with and without VNNI (WONLY_PLANES) and bfloat16 (WONLY_BF16_PAIRS).
+// The 16-lane vector of AVX-512; with what the compiler is told that there is, products of bytes and of bfloat16 pairs.
 #pragma once
 
 #include <immintrin.h>
@@ -132,7 +132,7 @@ struct Ops {
   static I load_words(const void* p) { return _mm512_loadu_si512(p); }
   static void store_words(void* p, I v) { _mm512_storeu_si512(p, v); }
 
-#if defined(WONLY_PLANES)
+#if defined(__AVX512VNNI__)
   static I set1_words(int32_t v) { return _mm512_set1_epi32(v); }
   static F abs(F v) { return _mm512_abs_ps(v); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
@@ -182,7 +182,7 @@ struct Ops {
   };
 #endif
 
-#if defined(WONLY_BF16_PAIRS)
+#if defined(__AVX512BF16__)
   static F multiply_pairs(F sum, I w, uint32_t x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int32_t>(x)));
   }
