@@ -60,7 +60,7 @@ struct PlaneRun {
   float unit;
   float total;
   int32_t sums[3];
-  int32_t starts[3];  // -bias * sums: where the sums of (code - bias) * digit start
+  int32_t starts[3];  // where sums of digits times codes start, for what is taken from all codes alike
 };
 
 // Rows of x in blocks, each [inputs][rows of the block]: block i holds rows block_begin(i) .. block_begin(i + 1) of
@@ -162,6 +162,10 @@ const Engine& avx2_engine();
 const Engine& avx512_engine();
 const PlanesKernels& avx512_vnni_planes();
 const PairsKernels& avx512_bf16_pairs();
+#endif
+#if defined(WONLY_CPU_ARM)
+const Engine& neon_engine();
+const PlanesKernels& neon_dotprod_planes();
 #endif
 
 }  // namespace wonly::cpu

@@ -3,6 +3,10 @@
 #include <atomic>
 #include <cstdlib>
 
+#if defined(WONLY_CPU_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 namespace wonly::cpu {
 namespace {
 
@@ -11,7 +15,7 @@ struct Candidate {
   bool supported;
 };
 
-#if defined(WONLY_CPU_X86)
+#if defined(WONLY_CPU_X86) || defined(WONLY_CPU_ARM)
 Engine extended(const char* name, const Engine& engine, const PlanesKernels* planes, const PairsKernels* pairs) {
   Engine all = engine;
   all.name = name;
@@ -21,8 +25,24 @@ Engine extended(const char* name, const Engine& engine, const PlanesKernels* pla
 }
 #endif
 
+#if defined(WONLY_CPU_ARM)
+bool has_dotprod() {
+#if defined(__linux__)
+  constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP
+  return (getauxval(AT_HWCAP) & kDotProducts) != 0;
+#else
+  return true;  // all that Apple made for computers
+#endif
+}
+#endif
+
 std::vector<Candidate> candidates() {
   std::vector<Candidate> all;
+#if defined(WONLY_CPU_ARM)
+  static const Engine dotprod_engine = extended("neon_dotprod", neon_engine(), &neon_dotprod_planes(), nullptr);
+  all.push_back({&dotprod_engine, has_dotprod()});
+  all.push_back({&neon_engine(), true});
+#endif
 #if defined(WONLY_CPU_X86)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -133,6 +133,10 @@ struct Ops {
   static void store_words(void* p, I v) { _mm512_storeu_si512(p, v); }
 
 #if defined(__AVX512VNNI__)
+  static constexpr int kPlaneRows = 8;
+  template <int kBits>
+  static constexpr int32_t kByteBias = 0;  // what byte_codes takes from codes
+
   static I set1_words(int32_t v) { return _mm512_set1_epi32(v); }
   static F abs(F v) { return _mm512_abs_ps(v); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
@@ -145,9 +149,10 @@ struct Ops {
   }
   static I nearest(F v) { return _mm512_cvtps_epi32(v); }
   static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
-  // -zeros * v of integers.
-  static I minus_product(F zeros, int32_t v) {
-    return _mm512_mullo_epi32(_mm512_cvtps_epi32(zeros), _mm512_set1_epi32(-v));
+  // start - zeros * v of integers.
+  static I minus_product(int32_t start, F zeros, int32_t v) {
+    const I product = _mm512_mullo_epi32(_mm512_cvtps_epi32(zeros), _mm512_set1_epi32(v));
+    return _mm512_sub_epi32(_mm512_set1_epi32(start), product);
   }
   // An instruction by name: GCC 12 loads and broadcasts x apart from the intrinsic, and then spills sums.
   static I multiply_bytes(I sum, I codes, const uint32_t* x) {

@@ -2,13 +2,14 @@
 // kernel_parts.h.
 #pragma once
 
+#include <utility>
+
 #include "cpu/kernel_parts.h"
 
 namespace wonly::cpu {
 namespace {
 
 constexpr int kPlanes = 3;
-constexpr int kPlaneRows = 8;
 
 // kShift here. kZeros: integer zeros. kOffsets: shifts[] are what a unit of x adds by itself, offsets or -zero * scale.
 template <int kShift, int kRows>
@@ -17,9 +18,10 @@ WONLY_ALWAYS_INLINE void start_planes(const PlaneRun* run, const float* shifts, 
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 3
     for (int p = 0; p < kPlanes; ++p) {
-      if constexpr (kShift == kNone) sums[r][p] = Ops::set1_words(run[r].starts[p]);
-      if constexpr (kShift == kZeros) sums[r][p] = Ops::minus_product(Ops::load(shifts), run[r].sums[p]);
-      if constexpr (kShift == kOffsets) sums[r][p] = Ops::set1_words(0);
+      if constexpr (kShift == kZeros)
+        sums[r][p] = Ops::minus_product(run[r].starts[p], Ops::load(shifts), run[r].sums[p]);
+      else
+        sums[r][p] = Ops::set1_words(run[r].starts[p]);
     }
   }
 }
@@ -123,23 +125,25 @@ using PlanesDirect = void (*)(const PlanesArgs&, const uint32_t*, const PlaneRun
 using PlanesPanel = void (*)(const float*, int64_t, const float*, const float*, const uint32_t*, const PlaneRun*,
                              float*);
 
-// Kernels for 1 to kPlaneRows rows.
-template <int kShift, int... kRows>
-struct PlanesTable {
+// Kernels for 1 to Ops::kPlaneRows rows.
+template <int kShift, class Rows = std::make_integer_sequence<int, Ops::kPlaneRows>>
+struct PlanesTable;
+template <int kShift, int... kIndex>
+struct PlanesTable<kShift, std::integer_sequence<int, kIndex...>> {
   static PlanesDirect direct(int bits, int64_t rows) {
-    static constexpr PlanesDirect four[] = {planes_direct<4, kShift, kRows>...};
-    static constexpr PlanesDirect eight[] = {planes_direct<8, kShift, kRows>...};
+    static constexpr PlanesDirect four[] = {planes_direct<4, kShift, kIndex + 1>...};
+    static constexpr PlanesDirect eight[] = {planes_direct<8, kShift, kIndex + 1>...};
     return (bits == 4 ? four : eight)[rows - 1];
   }
   static PlanesPanel panel(int64_t rows) {
-    static constexpr PlanesPanel all[] = {planes_panel<kShift, kRows>...};
+    static constexpr PlanesPanel all[] = {planes_panel<kShift, kIndex + 1>...};
     return all[rows - 1];
   }
 };
 
 template <int kShift>
 void matmul_planes(const MatmulTask& task, const Scratch& scratch) {
-  using Table = PlanesTable<kShift, 1, 2, 3, 4, 5, 6, 7, 8>;
+  using Table = PlanesTable<kShift>;
   const Weights& weights = task.weights;
   const PackedX& x = task.x;
   const uint32_t* tiles = tiles_of(weights, task.tile);
@@ -280,7 +284,8 @@ void pack_planes(const PackedX& packed, const Weights& weights, Rows x, int64_t 
       run->total = static_cast<float>(sums[0] + int64_t{256} * sums[1] + int64_t{65536} * sums[2]);
       for (int p = 0; p < kPlanes; ++p) {
         run->sums[p] = sums[p];
-        run->starts[p] = -bias_of(kBits) * sums[p];
+        run->starts[p] =
+            (Ops::kByteBias<kBits> - (weights.shift_mode == ShiftMode::kNone ? bias_of(kBits) : 0)) * sums[p];
       }
     }
   }
@@ -290,7 +295,7 @@ void pack_planes(const PackedX& packed, const Weights& weights, Rows x, int64_t 
   (weights.bits == 4 ? pack_planes<4> : pack_planes<8>)(packed, weights, x, block);
 }
 
-constexpr PlanesKernels kPlanesKernels{kPlaneRows, plane_exponents, pack_planes, matmul_planes};
+constexpr PlanesKernels kPlanesKernels{Ops::kPlaneRows, plane_exponents, pack_planes, matmul_planes};
 
 }  // namespace
 }  // namespace wonly::cpu

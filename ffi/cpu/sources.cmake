@@ -1,11 +1,20 @@
 # The CPU module. One file per instruction set, each with its own flags; everything else is built for the base architecture.
 set(wonly_cpu_sources ffi/bindings_cpu.cc ffi/cpu/handlers.cc ffi/cpu/isa.cc ffi/cpu/engine_generic.cc
     ffi/dequant/selftest_cpu.cc)
+# Of a binary for two processors, which Apple has, both parts are portable.
+set(wonly_processor "${CMAKE_SYSTEM_PROCESSOR}")
+if(CMAKE_OSX_ARCHITECTURES)
+  set(wonly_processor "${CMAKE_OSX_ARCHITECTURES}")
+endif()
 set(wonly_cpu_x86 OFF)
-if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+set(wonly_cpu_arm OFF)
+if(wonly_processor MATCHES "^(x86_64|AMD64|amd64)$")
   set(wonly_cpu_x86 ON)
   list(APPEND wonly_cpu_sources ffi/cpu/engine_avx2.cc ffi/cpu/engine_avx512.cc ffi/cpu/engine_avx512_vnni.cc
        ffi/cpu/engine_avx512_bf16.cc)
+elseif(wonly_processor MATCHES "^(aarch64|arm64)$")
+  set(wonly_cpu_arm ON)
+  list(APPEND wonly_cpu_sources ffi/cpu/engine_neon.cc ffi/cpu/engine_neon_dotprod.cc)
 endif()
 
 wonly_module(_cpu ${wonly_cpu_sources})
@@ -26,4 +35,10 @@ if(wonly_cpu_x86)
   set_source_files_properties(
     ffi/cpu/engine_avx512_bf16.cc
     PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};${wonly_avx512_options};-mavx512vnni;-mavx512bf16")
+endif()
+if(wonly_cpu_arm)
+  target_compile_definitions(_cpu PRIVATE WONLY_CPU_ARM=1)
+  set_source_files_properties(ffi/cpu/engine_neon.cc PROPERTIES COMPILE_OPTIONS "${wonly_engine_options}")
+  set_source_files_properties(ffi/cpu/engine_neon_dotprod.cc
+                              PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};-march=armv8.2-a+dotprod")
 endif()
