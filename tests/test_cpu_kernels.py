@@ -163,6 +163,23 @@ def test_rows_of_mixed_magnitude_keep_their_small_inputs(rng, isa, mode, m):
     problem.check()
 
 
+def test_largest_codes_and_digits(rng, isa):
+    """All codes and inputs as large as they get: integer sums that hold these hold all."""
+    for bits in (4, 8):
+        problem = Problem(rng, 1, 512, 64, 256, bits=bits, mode="integer zeros")
+        problem.codes[:] = (1 << bits) - 1
+        problem.codes[..., ::2] = 0
+        problem.qw = _format.pack(jnp.asarray(problem.codes, jnp.uint8), bits)
+        # Digits of 127 and -128 in every plane, and what rounds to the largest that are taken.
+        values = (127 * 65793, -127 * 65793, -128 * 257 - 126 * 65536, 2**23, 2**22, 2**22 - 0.5)
+        for value in (*values, *rng.normal(0, 1, 9)):
+            problem.x = jnp.full_like(problem.x, value)
+            want = np.matmul(np.asarray(problem.x, np.float64), problem.weights()[0])
+            size = np.matmul(np.abs(np.asarray(problem.x, np.float64)), np.abs(problem.weights()[0]))
+            # Sums of like numbers are rounded alike.
+            np.testing.assert_array_less(np.abs(np.asarray(problem.call(), np.float64) - want), 3e-5 * size + 1e-30)
+
+
 def test_zeros_outside_the_codes(rng, isa):
     """uint8 zeros up to 255 with four-bit codes, and float zeros far away."""
     for x_dtype in DTYPES:

@@ -124,7 +124,9 @@ struct DequantizeTask {
 
 // Of Form::kPlanes.
 struct PlanesKernels {
-  int64_t rows;  // of a block
+  int64_t rows;       // of a block
+  int64_t most_rows;  // that are taken: for more, float32 is faster
+  bool eight_bits;    // takes them too
   // Whether row `row` of x keeps float32's accuracy as planes; if so, exponents[run] are set.
   bool (*exponents)(const Weights& weights, Rows x, int64_t row, int16_t* exponents);
   void (*pack_block)(const PackedX& packed, const Weights& weights, Rows x, int64_t block);
@@ -160,6 +162,7 @@ const Engine& generic_engine();
 #if defined(WONLY_CPU_X86)
 const Engine& avx2_engine();
 const Engine& avx512_engine();
+const PlanesKernels& avx2_vnni_planes();
 const PlanesKernels& avx512_vnni_planes();
 const PairsKernels& avx512_bf16_pairs();
 #endif

@@ -373,7 +373,7 @@ void quantize(const QuantizeTask& task) {
   }
 }
 
-constexpr Engine make_engine(const char* name) {
+constexpr Engine make_engine(const char* name, const PlanesKernels* planes = nullptr) {
   Engine engine{};
   engine.name = name;
   engine.direct_rows = Ops::kDirectRows;
@@ -387,6 +387,7 @@ constexpr Engine make_engine(const char* name) {
   engine.matmul_transposed = matmul_transposed;
   engine.quantize = quantize;
   engine.dequantize = dequantize;
+  engine.planes = planes;
   return engine;
 }
 

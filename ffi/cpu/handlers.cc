@@ -82,7 +82,9 @@ struct Product {
     }
     const bool long_runs =
         first.groups == 1 || (first.group_size() % tile_k(first.bits) == 0 && first.group_size() >= 64);
-    return engine.planes != nullptr && long_runs ? Form::kPlanes : Form::kF32;
+    const bool planes = engine.planes != nullptr && long_runs && share.count <= engine.planes->most_rows &&
+                        (first.bits == 4 || engine.planes->eight_bits);
+    return planes ? Form::kPlanes : Form::kF32;
   }
 
   Part make_part(const Share& share, Form form) const {

@@ -3,7 +3,9 @@
 #include <atomic>
 #include <cstdlib>
 
-#if defined(WONLY_CPU_ARM) && defined(__linux__)
+#if defined(WONLY_CPU_X86)
+#include <cpuid.h>
+#elif defined(WONLY_CPU_ARM) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
@@ -25,7 +27,13 @@ Engine extended(const char* name, const Engine& engine, const PlanesKernels* pla
 }
 #endif
 
-#if defined(WONLY_CPU_ARM)
+#if defined(WONLY_CPU_X86)
+// Not all compilers have a name for it.
+bool has_avx_vnni() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1) != 0;
+}
+#elif defined(WONLY_CPU_ARM)
 bool has_dotprod() {
 #if defined(__linux__)
   constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP
@@ -60,6 +68,8 @@ std::vector<Candidate> candidates() {
   all.push_back({&vnni_engine, vnni});
   all.push_back({&avx512_engine(), avx512});
   if (!__builtin_cpu_is("amd")) all.push_back(pairs);
+  static const Engine avx2_vnni_engine = extended("avx2_vnni", avx2_engine(), &avx2_vnni_planes(), nullptr);
+  all.push_back({&avx2_vnni_engine, avx2 && has_avx_vnni()});
   all.push_back({&avx2_engine(), avx2});
 #endif
   all.push_back({&generic_engine(), true});

@@ -133,7 +133,9 @@ struct Ops {
   static void store_words(void* p, I v) { _mm512_storeu_si512(p, v); }
 
 #if defined(__AVX512VNNI__)
+  static constexpr int kNarrowQuads = 0;  // products that sums of 16 bits hold; 0: sums have 32
   static constexpr int kPlaneRows = 8;
+  static constexpr int64_t kMostPlaneRows = INT64_MAX;  // for more, float32 is faster
   template <int kBits>
   static constexpr int32_t kByteBias = 0;  // what byte_codes takes from codes
 

@@ -140,7 +140,9 @@ struct Ops {
   };
 
 #if defined(__ARM_FEATURE_DOTPROD)
+  static constexpr int kNarrowQuads = 0;  // products that sums of 16 bits hold; 0: sums have 32
   static constexpr int kPlaneRows = 2;
+  static constexpr int64_t kMostPlaneRows = INT64_MAX;  // for more, float32 is faster
   template <int kBits>
   static constexpr int32_t kByteBias = kBits == 8 ? 128 : 0;  // what byte_codes takes from codes: bytes are signed
 

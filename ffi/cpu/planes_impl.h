@@ -10,6 +10,8 @@ namespace wonly::cpu {
 namespace {
 
 constexpr int kPlanes = 3;
+// Sums of 16 bits, for codes of four bits and one block of rows alone.
+constexpr bool kNarrow = Ops::kNarrowQuads > 0;
 
 // kShift here. kZeros: integer zeros. kOffsets: shifts[] are what a unit of x adds by itself, offsets or -zero * scale.
 template <int kShift, int kRows>
@@ -33,6 +35,22 @@ WONLY_ALWAYS_INLINE void multiply_planes(I codes, const uint32_t* x, I (&sums)[k
 #pragma GCC unroll 3
     for (int p = 0; p < kPlanes; ++p) sums[r][p] = Ops::multiply_bytes(sums[r][p], codes, x + r * kPlanes + p);
   }
+}
+
+template <int kBits, int kRows>
+WONLY_ALWAYS_INLINE void multiply_words(const I* words, int count, const uint32_t* x, I (&sums)[kRows][kPlanes]) {
+  constexpr int kQuads = Codes<kBits>::kPerWord / 4;  // of inputs in a word
+  for (int j = 0; j < count; ++j, x += kQuads * kPlanes * kRows) {
+#pragma GCC unroll 2
+    for (int q = 0; q < kQuads; ++q)
+      multiply_planes<kRows>(Ops::byte_codes<kBits>(words[j], q), x + q * kPlanes * kRows, sums);
+  }
+}
+
+template <class O, int kRows>
+WONLY_ALWAYS_INLINE void add_narrow(I (&sums)[kRows][kPlanes], const I (&narrow)[kRows][kPlanes]) {
+  for (int r = 0; r < kRows; ++r)
+    for (int p = 0; p < kPlanes; ++p) sums[r][p] = O::add_narrow(sums[r][p], narrow[r][p]);
 }
 
 template <int kShift, int kRows>
@@ -79,10 +97,17 @@ void planes_direct(const PlanesArgs& args, const uint32_t* x, const PlaneRun* ru
         I words[8];
         Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
         Ops::load_atom(words_in, words);
-        for (int j = 0; j < 8; ++j, x_word += kQuads * kPlanes * kRows) {
-#pragma GCC unroll 2
-          for (int q = 0; q < kQuads; ++q)
-            multiply_planes<kRows>(Ops::byte_codes<kBits>(words[j], q), x_word + q * kPlanes * kRows, sums);
+        if constexpr (!kNarrow) {
+          multiply_words<kBits, kRows>(words, 8, x_word, sums);
+        } else {
+          constexpr int kCount = Ops::kNarrowQuads / kQuads;
+          for (int j = 0; j < 8; j += kCount, x_word += kCount * kQuads * kPlanes * kRows) {
+            I narrow[kRows][kPlanes];
+            for (auto& row : narrow)
+              for (I& sum : row) sum = Ops::set1_words(0);
+            multiply_words<kBits, kRows>(words + j, kCount, x_word, narrow);
+            add_narrow<Ops, kRows>(sums, narrow);
+          }
         }
       }
       add_planes<kShift, kRows>(run, args.scratch.scales + at, args.scratch.shifts + at, sums, totals + atom * kLanes);
@@ -132,8 +157,11 @@ template <int kShift, int... kIndex>
 struct PlanesTable<kShift, std::integer_sequence<int, kIndex...>> {
   static PlanesDirect direct(int bits, int64_t rows) {
     static constexpr PlanesDirect four[] = {planes_direct<4, kShift, kIndex + 1>...};
-    static constexpr PlanesDirect eight[] = {planes_direct<8, kShift, kIndex + 1>...};
-    return (bits == 4 ? four : eight)[rows - 1];
+    if constexpr (!kNarrow) {
+      static constexpr PlanesDirect eight[] = {planes_direct<8, kShift, kIndex + 1>...};
+      if (bits == 8) return eight[rows - 1];
+    }
+    return four[rows - 1];
   }
   static PlanesPanel panel(int64_t rows) {
     static constexpr PlanesPanel all[] = {planes_panel<kShift, kIndex + 1>...};
@@ -141,21 +169,14 @@ struct PlanesTable<kShift, std::integer_sequence<int, kIndex...>> {
   }
 };
 
+// Of several blocks of rows: codes go to the panel, run by run.
 template <int kShift>
-void matmul_planes(const MatmulTask& task, const Scratch& scratch) {
-  using Table = PlanesTable<kShift>;
+void matmul_plane_blocks(const MatmulTask& task, const Scratch& scratch) {
   const Weights& weights = task.weights;
   const PackedX& x = task.x;
+  const auto* x_data = static_cast<const uint32_t*>(x.data);
   const uint32_t* tiles = tiles_of(weights, task.tile);
   const int64_t row_begin = x.block_begin(task.block_begin);
-  const int64_t rows = x.block_begin(task.block_end) - row_begin;
-  std::memset(scratch.totals, 0, sizeof(float) * rows * kTileN);
-  const auto* x_data = static_cast<const uint32_t*>(x.data);
-  if (task.block_end - task.block_begin == 1) {
-    Table::direct(weights.bits, rows)({weights, tiles, scratch}, x_data + row_begin * x.row_elements(),
-                                      x.plane_runs + row_begin * x.runs, scratch.totals);
-    return finish(task, row_begin, rows, scratch.totals);
-  }
   const int64_t count = weights.tiles_k() * tile_k(weights.bits);
   int64_t run = 0;
   for (int64_t begin = 0, end; begin < count; begin = end, ++run) {
@@ -170,9 +191,26 @@ void matmul_planes(const MatmulTask& task, const Scratch& scratch) {
         prefetch_block(reinterpret_cast<const float*>(x_block + height * x.row_elements()),
                        (end - begin) / 4 * kPlanes * height);
       }
-      Table::panel(height)(scratch.panel, (end - begin) / 4, scratch.scales + at, scratch.shifts + at, x_block,
-                           x.plane_runs + first * x.runs + run * height, scratch.totals + (first - row_begin) * kTileN);
+      PlanesTable<kShift>::panel(height)(scratch.panel, (end - begin) / 4, scratch.scales + at, scratch.shifts + at,
+                                         x_block, x.plane_runs + first * x.runs + run * height,
+                                         scratch.totals + (first - row_begin) * kTileN);
     }
+  }
+}
+
+template <int kShift>
+void matmul_planes(const MatmulTask& task, const Scratch& scratch) {
+  const PackedX& x = task.x;
+  const int64_t row_begin = x.block_begin(task.block_begin);
+  const int64_t rows = x.block_begin(task.block_end) - row_begin;
+  std::memset(scratch.totals, 0, sizeof(float) * rows * kTileN);
+  if (kNarrow || task.block_end - task.block_begin == 1) {
+    PlanesTable<kShift>::direct(task.weights.bits, rows)(
+        {task.weights, tiles_of(task.weights, task.tile), scratch},
+        static_cast<const uint32_t*>(x.data) + row_begin * x.row_elements(), x.plane_runs + row_begin * x.runs,
+        scratch.totals);
+  } else if constexpr (!kNarrow) {
+    matmul_plane_blocks<kShift>(task, scratch);
   }
   finish(task, row_begin, rows, scratch.totals);
 }
@@ -292,10 +330,14 @@ void pack_planes(const PackedX& packed, const Weights& weights, Rows x, int64_t 
 }
 
 void pack_planes(const PackedX& packed, const Weights& weights, Rows x, int64_t block) {
-  (weights.bits == 4 ? pack_planes<4> : pack_planes<8>)(packed, weights, x, block);
+  if constexpr (!kNarrow) {
+    if (weights.bits == 8) return pack_planes<8>(packed, weights, x, block);
+  }
+  pack_planes<4>(packed, weights, x, block);
 }
 
-constexpr PlanesKernels kPlanesKernels{Ops::kPlaneRows, plane_exponents, pack_planes, matmul_planes};
+constexpr PlanesKernels kPlanesKernels{Ops::kPlaneRows, Ops::kMostPlaneRows, !kNarrow,
+                                       plane_exponents, pack_planes,         matmul_planes};
 
 }  // namespace
 }  // namespace wonly::cpu

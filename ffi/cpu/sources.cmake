@@ -10,8 +10,8 @@ set(wonly_cpu_x86 OFF)
 set(wonly_cpu_arm OFF)
 if(wonly_processor MATCHES "^(x86_64|AMD64|amd64)$")
   set(wonly_cpu_x86 ON)
-  list(APPEND wonly_cpu_sources ffi/cpu/engine_avx2.cc ffi/cpu/engine_avx512.cc ffi/cpu/engine_avx512_vnni.cc
-       ffi/cpu/engine_avx512_bf16.cc)
+  list(APPEND wonly_cpu_sources ffi/cpu/engine_avx2.cc ffi/cpu/engine_avx2_vnni.cc ffi/cpu/engine_avx512.cc
+       ffi/cpu/engine_avx512_vnni.cc ffi/cpu/engine_avx512_bf16.cc)
 elseif(wonly_processor MATCHES "^(aarch64|arm64)$")
   set(wonly_cpu_arm ON)
   list(APPEND wonly_cpu_sources ffi/cpu/engine_neon.cc ffi/cpu/engine_neon_dotprod.cc)
@@ -28,6 +28,8 @@ if(wonly_cpu_x86)
   target_compile_definitions(_cpu PRIVATE WONLY_CPU_X86=1)
   set(wonly_avx512_options -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512)
   set_source_files_properties(ffi/cpu/engine_avx2.cc PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};-mavx2;-mfma")
+  set_source_files_properties(ffi/cpu/engine_avx2_vnni.cc
+                              PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};-mavx2;-mfma;-mavxvnni")
   set_source_files_properties(ffi/cpu/engine_avx512.cc
                               PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};${wonly_avx512_options}")
   set_source_files_properties(ffi/cpu/engine_avx512_vnni.cc
