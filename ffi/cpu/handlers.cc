@@ -45,6 +45,8 @@ struct Share {
   int64_t x_batch = 0, first_weights = 0, weights = 1;
   const int32_t* rows = nullptr;  // of y; null: the first `count`
   int64_t count = 0;
+
+  int64_t row(int64_t i) const { return rows == nullptr ? i : rows[i]; }
 };
 
 // Products of shares: packs x and shares the tiles of outputs out over threads.
@@ -68,6 +70,7 @@ struct Product {
   };
 
   int64_t inputs() const { return transposed ? weights.n : weights.k; }
+  int64_t x_row(const Share& share, int64_t i) const { return share.x_batch * x_rows + share.row(i) / repeat; }
 
   // How rows in float32 (or f16) run. Runs shorter than 64 inputs leave nothing to gain over float32.
   Form form(const Share& share) const {
@@ -147,11 +150,16 @@ struct Product {
       for (int64_t k = 0; k < k_padded; k = run_end(first, k)) ++runs;
       exponents.resize(static_cast<size_t>(x_batches * x_rows * runs));
       as_planes.resize(static_cast<size_t>(x_batches * x_rows));
+      // First the rows that are asked for, of which those remain that planes hold.
+      for (size_t s = 0; s < shares.size(); ++s) {
+        for (int64_t i = 0; forms[s] == Form::kPlanes && i < shares[s].count; ++i) as_planes[x_row(shares[s], i)] = 1;
+      }
       constexpr int64_t kPiece = 16;
       if (!share_out(pack_alone, ceil_div(x_batches * x_rows, kPiece), [&](int64_t piece) {
             for (int64_t i = piece * kPiece; i < std::min(x_batches * x_rows, (piece + 1) * kPiece); ++i)
-              as_planes[i] =
-                  engine.planes->exponents(first, rows_at(x, i / x_rows), i % x_rows, exponents.data() + i * runs);
+              if (as_planes[i])
+                as_planes[i] =
+                    engine.planes->exponents(first, rows_at(x, i / x_rows), i % x_rows, exponents.data() + i * runs);
           })) {
         return false;
       }
@@ -167,9 +175,8 @@ struct Product {
         Share part = share;
         const size_t begin = row_lists.size();
         for (int64_t i = 0; i < share.count; ++i) {
-          const int64_t row = share.rows == nullptr ? i : share.rows[i];
-          if ((as_planes[share.x_batch * x_rows + row / repeat] != 0) == (form == Form::kPlanes))
-            row_lists.push_back(static_cast<int32_t>(row));
+          if ((as_planes[x_row(share, i)] != 0) == (form == Form::kPlanes))
+            row_lists.push_back(static_cast<int32_t>(share.row(i)));
         }
         part.count = static_cast<int64_t>(row_lists.size() - begin);
         if (part.count == 0) continue;
