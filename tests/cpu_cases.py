@@ -10,6 +10,7 @@ from jax_wonly import _abi, _format
 
 DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("symmetric", "integer zeros", "float zeros", "offsets")
+SCHEMES = [*((bits, mode) for bits in (4, 8) for mode in MODES), (4, "table")]
 
 
 class Problem:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantize_cases
-from cpu_cases import DTYPES, MODES, SHAPES, Problem
+from cpu_cases import DTYPES, MODES, SCHEMES, SHAPES, Problem
 from reference import UNITS
 
 from jax_wonly import _abi, _ffi, _format
@@ -43,7 +43,7 @@ def test_matmul_against_float64(rng, isa, bits, mode, x_dtype):
         Problem(rng, *shape, bits=bits, mode=mode, x_dtype=x_dtype, scale_dtype=DTYPES[i % 3]).check()
 
 
-@pytest.mark.parametrize(("bits", "mode"), [*((bits, mode) for bits in (4, 8) for mode in MODES), (4, "table")])
+@pytest.mark.parametrize(("bits", "mode"), SCHEMES)
 def test_transposed_against_float64(rng, isa, bits, mode):
     for i, shape in enumerate(SHAPES):
         for x_dtype in DTYPES:
@@ -174,8 +174,8 @@ def test_largest_codes_and_digits(rng, isa):
         values = (127 * 65793, -127 * 65793, -128 * 257 - 126 * 65536, 2**23, 2**22, 2**22 - 0.5)
         for value in (*values, *rng.normal(0, 1, 9)):
             problem.x = jnp.full_like(problem.x, value)
-            want = np.matmul(np.asarray(problem.x, np.float64), problem.weights()[0])
-            size = np.matmul(np.abs(np.asarray(problem.x, np.float64)), np.abs(problem.weights()[0]))
+            x, w = np.asarray(problem.x, np.float64), problem.weights()[0]
+            want, size = np.matmul(x, w), np.matmul(np.abs(x), np.abs(w))
             # Sums of like numbers are rounded alike.
             np.testing.assert_array_less(np.abs(np.asarray(problem.call(), np.float64) - want), 3e-5 * size + 1e-30)
 
