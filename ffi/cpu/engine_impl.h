@@ -96,9 +96,7 @@ void decode_f32(const Weights& weights, const uint32_t* tiles, int64_t k_begin, 
   for (int64_t tile = k_begin / C::kTile; tile * C::kTile < k_end; ++tile) {
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
       I words[8];
-      const uint32_t* words_in = tiles + tile * kTileWords + atom * kAtomWords;
-      Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
-      Ops::load_atom(words_in, words);
+      load_words(tiles, tile, atom, words);
       for (int j = 0; j < 8; ++j) {
         const int64_t k = tile * C::kTile + C::base(j) - k_begin;
         if (k < 0 || k_begin + k >= ceil_div(k_end, 32) * 32) continue;  // the tile's other half

@@ -1,17 +1,13 @@
 // What the kernels of all forms of x share, written once over Ops (a 16-lane float32 vector and the few things done to
 // it). Each engine_*.cc defines Ops and includes the forms that it has; everything is in an anonymous namespace (see
 // numbers.h).
-//
-// Lane order. The 128 words of an atom are sixteen rows by eight columns of words. Transposed by 64-bit pairs they
-// become eight vectors t[0..7] with one lane per output, in the order 0, 8, 1, 9, .. 7, 15: word t[j] holds the codes
-// of inputs base(j) + 8p + odd. Scales, zeros and sums live in that lane order, and only results are put back in
-// natural order.
 #pragma once
 
 #include <cstring>
 
 #include "cpu/engine.h"
 #include "cpu/numbers.h"
+#include "cpu/word_order.h"
 
 namespace wonly::cpu {
 namespace {
@@ -22,23 +18,6 @@ using I = Ops::I;
 constexpr int kLanes = 16;
 constexpr int kChunk = kRunInputs;    // inputs of a panel
 constexpr int kPrefetchBytes = 8192;  // ahead of the tile that is read
-
-template <int kBits>
-struct Codes {
-  static constexpr int kTile = kBits == 4 ? 64 : 32;
-  static constexpr int kPerWord = 32 / kBits;
-  static constexpr int kPairsPerWord = kPerWord / 2;
-  // First input of word t[j] within its tile: j = 2 * (lane within the group) + (block of 32 or step of 16 inputs).
-  static constexpr int base(int j) { return (j & 1) * (kBits == 4 ? 32 : 16) + (j >> 1) * 2; }
-  // Input of code i of a word, from the word's first.
-  static constexpr int offset(int i) { return 8 * (i % kPairsPerWord) + i / kPairsPerWord; }
-};
-static_assert(code_position(4, 32 + 2 * 3 + 8 * 2 + 1, 9).word == 4 * (4 * 1 + 3) + 2 + 1 &&
-              code_position(4, 32 + 2 * 3 + 8 * 2 + 1, 9).shift == 4 * 6 &&
-              Codes<4>::base(7) + Codes<4>::offset(6) == 55);
-static_assert(code_position(8, 16 + 2 * 3 + 8 * 1 + 1, 9).word == 4 * (4 * 1 + 3) + 2 + 1 &&
-              code_position(8, 16 + 2 * 3 + 8 * 1 + 1, 9).shift == 8 * 3 &&
-              Codes<8>::base(7) + Codes<8>::offset(3) == 31);
 
 enum : int { kNone = 0, kZeros = 1, kOffsets = 2, kTable = 3 };  // ShiftMode as a template argument
 
@@ -142,6 +121,13 @@ struct Scratch {
 
 const uint32_t* tiles_of(const Weights& weights, int64_t tile) {
   return weights.qw + tile * weights.tiles_k() * kTileWords;
+}
+
+// Words t[0..7] of an atom, which is asked for a while ahead.
+WONLY_ALWAYS_INLINE void load_words(const uint32_t* tiles, int64_t tile, int atom, I (&words)[8]) {
+  const uint32_t* words_in = tiles + tile * kTileWords + atom * kAtomWords;
+  Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
+  Ops::load_atom(words_in, words);
 }
 
 // Asks for what the next block reads while this one is multiplied: blocks lie apart, and each would start with misses.

@@ -5,7 +5,7 @@
 #include <immintrin.h>
 
 #include "abi.h"
-#include "layout.h"
+#include "cpu/word_order.h"
 
 namespace wonly::cpu {
 namespace {
@@ -223,15 +223,7 @@ struct Ops {
   struct QuadOrder {
     void apply(const int8_t* in, uint32_t* out) const {
       auto* const bytes = reinterpret_cast<int8_t*>(out);
-      for (int quad = 0; quad < (kBits == 4 ? 16 : 8); ++quad) {
-        const int j = kBits == 4 ? quad / 2 : quad;
-        const int base = (j & 1) * (kBits == 4 ? 32 : 16) + (j >> 1) * 2 + (kBits == 4 ? quad % 2 * 8 : 0);
-        const int next = base + (kBits == 4 ? 16 : 8);
-        bytes[4 * quad] = in[base];
-        bytes[4 * quad + 1] = in[next];
-        bytes[4 * quad + 2] = in[base + 1];
-        bytes[4 * quad + 3] = in[next + 1];
-      }
+      for (int i = 0; i < Codes<kBits>::kTile; ++i) bytes[i] = in[Codes<kBits>::byte_input(i)];
     }
   };
 };

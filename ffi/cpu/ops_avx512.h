@@ -4,7 +4,7 @@
 #include <immintrin.h>
 
 #include "abi.h"
-#include "layout.h"
+#include "cpu/word_order.h"
 
 namespace wonly::cpu {
 namespace {
@@ -173,13 +173,9 @@ struct Ops {
     I pairs, bytes;
 
     QuadOrder() {
-      alignas(64) uint16_t order[32];
-      for (int quad = 0; quad < 16; ++quad) {
-        const int j = kBits == 4 ? quad / 2 : quad % 8;
-        const int base = (j & 1) * (kBits == 4 ? 32 : 16) + (j >> 1) * 2 + (kBits == 4 ? quad % 2 * 8 : 0);
-        order[2 * quad] = static_cast<uint16_t>(base / 2);
-        order[2 * quad + 1] = static_cast<uint16_t>((base + (kBits == 4 ? 16 : 8)) / 2);
-      }
+      alignas(64) uint16_t order[32] = {};  // of pairs of inputs: those of bytes 0 and 2, and of 1 and 3
+      for (int i = 0; i < Codes<kBits>::kTile / 2; ++i)
+        order[i] = static_cast<uint16_t>(Codes<kBits>::byte_input(i / 2 * 4 + i % 2) / 2);
       pairs = _mm512_load_si512(order);
       bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
     }

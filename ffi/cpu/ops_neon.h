@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cpu/engine.h"
+#include "cpu/word_order.h"
 
 namespace wonly::cpu {
 namespace {
@@ -206,16 +207,8 @@ struct Ops {
     uint8x16_t order[4];
 
     QuadOrder() {
-      uint8_t from[64];
-      for (int quad = 0; quad < 16; ++quad) {
-        const int j = kBits == 4 ? quad / 2 : quad % 8;
-        const int base = (j & 1) * (kBits == 4 ? 32 : 16) + (j >> 1) * 2 + (kBits == 4 ? quad % 2 * 8 : 0);
-        const int next = base + (kBits == 4 ? 16 : 8);
-        from[4 * quad] = static_cast<uint8_t>(base);
-        from[4 * quad + 1] = static_cast<uint8_t>(next);
-        from[4 * quad + 2] = static_cast<uint8_t>(base + 1);
-        from[4 * quad + 3] = static_cast<uint8_t>(next + 1);
-      }
+      uint8_t from[64] = {};
+      for (int i = 0; i < Codes<kBits>::kTile; ++i) from[i] = static_cast<uint8_t>(Codes<kBits>::byte_input(i));
       for (int i = 0; i < 4; ++i) order[i] = vld1q_u8(from + 16 * i);
     }
     void apply(const int8_t* in, uint32_t* out) const {

@@ -92,11 +92,9 @@ void planes_direct(const PlanesArgs& args, const uint32_t* x, const PlaneRun* ru
       I sums[kRows][kPlanes];
       start_planes<kShift, kRows>(run, args.scratch.shifts + at, sums);
       for (int64_t tile = begin / C::kTile; tile < end / C::kTile; ++tile) {
-        const uint32_t* words_in = args.tiles + tile * kTileWords + atom * kAtomWords;
         const uint32_t* x_word = x + tile * (C::kTile / 4) * kPlanes * kRows;
         I words[8];
-        Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
-        Ops::load_atom(words_in, words);
+        load_words(args.tiles, tile, atom, words);
         if constexpr (!kNarrow) {
           multiply_words<kBits, kRows>(words, 8, x_word, sums);
         } else {
@@ -136,10 +134,8 @@ void decode_planes(const uint32_t* tiles, int64_t begin, int64_t end, float* pan
   constexpr int kQuads = C::kPerWord / 4;
   for (int atom = 0; atom < kAtomsPerTile; ++atom) {
     for (int64_t tile = begin / C::kTile; tile < end / C::kTile; ++tile) {
-      const uint32_t* words_in = tiles + tile * kTileWords + atom * kAtomWords;
       I words[8];
-      Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
-      Ops::load_atom(words_in, words);
+      load_words(tiles, tile, atom, words);
       for (int j = 0; j < 8; ++j)
         for (int q = 0; q < kQuads; ++q, panel += kLanes) Ops::store_words(panel, Ops::byte_codes<kBits>(words[j], q));
     }
@@ -151,7 +147,7 @@ using PlanesPanel = void (*)(const float*, int64_t, const float*, const float*, 
                              float*);
 
 // Kernels for 1 to Ops::kPlaneRows rows.
-template <int kShift, class Rows = std::make_integer_sequence<int, Ops::kPlaneRows>>
+template <int kShift, class Indices = std::make_integer_sequence<int, Ops::kPlaneRows>>
 struct PlanesTable;
 template <int kShift, int... kIndex>
 struct PlanesTable<kShift, std::integer_sequence<int, kIndex...>> {

@@ -50,9 +50,7 @@ void direct_kernel(const Weights& weights, const uint32_t* tiles, const void* pa
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
       I words[8];
       if constexpr (kHalfTiles) {
-        const uint32_t* words_in = tiles + begin * kTileWords + atom * kAtomWords;
-        Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
-        Ops::load_atom(words_in, words);
+        load_words(tiles, begin, atom, words);
         for (int block = 0; block < 2; ++block) {
           int64_t g = (begin * C::kTile + 32 * block) / group_size;
           if (g >= weights.groups) g = weights.groups - 1;
@@ -69,9 +67,7 @@ void direct_kernel(const Weights& weights, const uint32_t* tiles, const void* pa
         decoder.set(scales + at, shifts + at);
         F sums[kParts][kRows] = {};
         for (int64_t tile = begin; tile < end; ++tile) {
-          const uint32_t* words_in = tiles + tile * kTileWords + atom * kAtomWords;
-          Ops::prefetch_atom(words_in + kPrefetchBytes / 4);
-          Ops::load_atom(words_in, words);
+          load_words(tiles, tile, atom, words);
           for (int j = 0; j < 8; ++j)
             multiply_word<Policy, Decoder, kRows, kParts, kBits>(
                 decoder, words[j], x + tile * x_tile + C::base(j) / Policy::kWidth * kRows, sums);
