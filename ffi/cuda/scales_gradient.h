@@ -18,7 +18,8 @@ struct ScalesGradientArgs {
   const void* dy;  // [B, M, N], of x's type
   const uint32_t* qw;
   // [B + 1], ascending, on the device: entry b has rows limits[b] .. limits[b + 1] - 1 of x[M, K] and dy[M, N], whose
-  // strides are 0. Null: all entries have all rows.
+  // strides are 0; limits beyond the rows count as the nearest, and entries whose limits descend have none. Null: all
+  // entries have all rows.
   const int32_t* limits;
   const float* table;  // [16], of four bits; null without
   float* y;            // [B, ceil(K / block), N]

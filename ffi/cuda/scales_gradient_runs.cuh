@@ -27,8 +27,9 @@ struct Span {
 };
 __device__ __forceinline__ Span rows_of(const Columns& columns, int entry) {
   if (columns.limits == nullptr) return {0, columns.m};
-  const int first = columns.limits[entry];
-  return {first, max(columns.limits[entry + 1] - first, 0)};
+  const auto limit = [&](int i) { return min(max(columns.limits[i], 0), columns.m); };
+  const int first = limit(entry);
+  return {first, max(limit(entry + 1) - first, 0)};
 }
 
 // From the first column of a run up to, but not with, the other.

@@ -177,3 +177,18 @@ def test_other_operands(rng):
         return jw.matmul(x, dataclasses.replace(weight.qt, scales=scales), preferred_element_type=jnp.float32)
 
     assert_scales_gradient(jax.vjp(product, weight.qt.scales)[1](dy)[0], x, dy, weight)
+
+
+@pytest.mark.parametrize("m", [9, 900])  # of both kernels
+def test_limits_beyond_the_rows(rng, m):
+    """The call itself: limits count as the nearest row, and what would descend has no rows."""
+    qw = random_weight(rng, 64, 72, bits=4, lead=(3,)).qt.qvalue
+    x, dy = random_x(rng, (1, m, 64), "bfloat16"), random_x(rng, (1, m, 72), "bfloat16")
+    result = jax.ShapeDtypeStruct((3, 1, 72), jnp.float32)
+    attributes = {"bits": np.int64(4), "block": np.int64(64), "has_table": np.int64(0)}
+
+    def call(*limits):
+        return jax.ffi.ffi_call(_abi.SCALES_GRADIENT, result)(x, qw, dy, jnp.array(limits, jnp.int32), **attributes)
+
+    np.testing.assert_array_equal(call(-(2**31), m // 3, m // 3, 2**31 - 1), call(0, m // 3, m // 3, m))
+    np.testing.assert_array_equal(call(m + 1, -5, m + 7, 2), call(0, 0, m, m))
