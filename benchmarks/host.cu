@@ -16,7 +16,8 @@ int main(int argc, char** argv) {
   constexpr int kCalls = 16, kRounds = 101;
   for (int i = 1; i + 2 < argc; i += 3) {
     MatmulArgs args{};
-    args.k = std::atoll(argv[i]), args.n = std::atoll(argv[i + 1]), args.m = std::atoll(argv[i + 2]);
+    args.k = std::atoll(argv[i]), args.n = args.parameter_row = std::atoll(argv[i + 1]),
+    args.m = std::atoll(argv[i + 2]);
     args.batch = 1, args.groups = std::max<int64_t>(args.k / 128, 1), args.bits = 4;
     args.x_dtype = args.y_dtype = args.scale_dtype = DType::kBF16;
     args.scratch_bytes = 32 << 20;

@@ -172,7 +172,8 @@ int check(int every, const char* only) {
           const DType st = variant == 1 || variant > 4 ? DType::kF32 : xt == DType::kF16 ? DType::kF16 : DType::kBF16;
           const DType zt = variant == 1 || variant == 4 ? DType::kU8 : st;
           MatmulArgs args{};
-          args.batch = s.b, args.m = s.m, args.k = s.k, args.n = s.n, args.groups = groups, args.bits = bits;
+          args.batch = s.b, args.m = s.m, args.k = s.k, args.n = args.parameter_row = s.n, args.groups = groups,
+          args.bits = bits;
           args.x_dtype = xt, args.scale_dtype = st, args.shift_dtype = zt, args.bias_dtype = DType::kF32,
           args.y_dtype = variant == 4 ? xt : DType::kF32;
           const bool offsets = variant == 3 || variant == 6;
@@ -393,7 +394,7 @@ class Operands {
       args.x = x.data, args.qw = static_cast<uint32_t*>(qw.data) + i % copies * words;
       args.scales = static_cast<uint16_t*>(scales.data) + i % copies * groups * n;
       args.y = y.data;
-      args.batch = 1, args.m = m, args.k = k, args.n = n, args.groups = groups, args.bits = bits;
+      args.batch = 1, args.m = m, args.k = k, args.n = args.parameter_row = n, args.groups = groups, args.bits = bits;
       args.x_dtype = args.y_dtype = xt;
       args.scale_dtype = scale_type();
       args.shift = static_cast<uint8_t*>(shift.data) + i % copies * groups * n * shift_size;

@@ -552,7 +552,7 @@ def check_custom_call(target: str, seed: int, changes: int) -> None:
     operands, results, attributes = _call_of(rng, target)
     for _ in range(changes):
         kind, i = int(rng.integers(6)), int(rng.integers(8))
-        if kind == 0:
+        if kind == 0 and attributes:
             name = sorted(attributes)[i % len(attributes)]
             value = int(rng.choice([-1, 0, 1, 2, 3, 5, 7, 64, -(2**63), 2**63 - 1, 2**32 + 4]))
             if isinstance(entries := attributes[name], list) and i % 4:
