@@ -99,7 +99,7 @@ PLAUSIBLE, MOST_TRIED = 1.4, 20  # times the fastest expected: configurations th
 _PRODUCTS = ("matmul_[!t]*.cu", "matmul_tiled*.cu", "ragged_[ds]*_*.cu", "launch.cu", "tensor_map.cu")
 PROGRAMS = {
     "kernel_sweep": ("benchmarks", _PRODUCTS),
-    "host": ("benchmarks", ("matmul.cu", *_PRODUCTS)),
+    "host": ("benchmarks", ("aligned_rows.cu", "matmul.cu", *_PRODUCTS)),
     "launches": ("tests/gpu", ("*.cu",)),
 }
 
