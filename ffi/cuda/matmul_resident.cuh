@@ -71,6 +71,7 @@ struct Params {
   void* y;                // as args.y, near the others
   bool plain_results;     // of the activations' type
   bool changes_sums;      // by a bias or an activation function
+  bool stores_sums;       // plain, nothing changes them, and of 16 bits pairs of neighbours are aligned
   int step_scales;        // from those of a stage of a warpgroup to those of its next
   int scale_bytes;
   Divisor of_tokens;  // of rows of those
@@ -336,7 +337,6 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     }
   };
   fetch_blocks(std::true_type{}, 0, 0);
-  prefetch_bias(args, batch, first_atom * kAtomN, atoms * kAtomN, static_cast<int>(thread));
 
   // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
   // there is room for sums.
@@ -354,6 +354,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll 1
     for (int i = 0; i < (S::kLater ? min(pieces, S::kFirstPieces) : pieces); ++i) copy_piece(i);
     ptx::barrier_expect(received, cluster * mine_of(round_atoms) * (kWarpgroups * S::kStripBytes));
+  }
+  if (params.changes_sums && warp != 0) {  // and not before the barriers, for which all wait
+    prefetch_bias(args, batch, first_atom * kAtomN, atoms * kAtomN, static_cast<int>(thread) - 32);
   }
   __syncthreads();
   if (cluster > 1) ptx::cluster_meet();  // all have begun, so that they can be sent sums
@@ -547,25 +550,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       }
     }
 
-    // Of the warpgroups in order, then of the CTAs in order. A CTA that finishes none of the last strips is sent none.
     const int mine = mine_of(end_atom - round_atom);
-    if (cluster == 1) {
-      __syncthreads();
-    } else if (mine > 0) {
-      ptx::barrier_wait(received, phase);
-    }
-#pragma unroll 1
-    for (int i = warp; i < mine * (kTokens / 8); i += kThreads / 32) {
-      const int strip = i / (kTokens / 8), first_token = i % (kTokens / 8) * 8;
-      const int atom_n = (first_atom + round_atom + (strip << params.log2_cluster) + rank) * kAtomN;
-      // What most products have none of lies apart from what they do.
-      float bias[2] = {};
-      if (__builtin_expect(args.has_bias, 0)) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) bias[half] = output_bias(args, batch, atom_n + g + 8 * half);
-      }
+    const auto add_up = [&](int i, float (&sum)[4]) {
       const uint8_t* at = strips + i * 512 + lane * 16;
-      float sum[4] = {};
 #pragma unroll 1
       for (int other = 0; other < cluster; ++other) {
         float of_rank[4] = {};
@@ -578,43 +565,95 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += of_rank[j];
       }
-      bool plain = params.plain_results;
-      const auto token_of = [&](int j) { return first_token + (S::kSplit ? t + j % 2 * 4 : 2 * t + j % 2); };
-      if (S::kExact) {
-        const float of_tokens =
-            (token_of(0) < tokens ? sum[0] + sum[2] : 0.f) + (token_of(1) < tokens ? sum[1] + sum[3] : 0.f);
-        plain = plain && __all_sync(0xffffffffu, isfinite(of_tokens));
+    };
+    const auto first_token_of = [&](int i) { return i % (kTokens / 8) * 8; };
+    const auto first_output_of = [&](int i) {
+      return (first_atom + round_atom + (i / (kTokens / 8) << params.log2_cluster) + rank) * kAtomN;
+    };
+    const auto token_of = [&](int i, int j) { return first_token_of(i) + (S::kSplit ? t + j % 2 * 4 : 2 * t + j % 2); };
+    const auto all_finite = [&](int i, const float (&sum)[4]) {
+      const float of_tokens =
+          (token_of(i, 0) < tokens ? sum[0] + sum[2] : 0.f) + (token_of(i, 1) < tokens ? sum[1] + sum[3] : 0.f);
+      return __all_sync(0xffffffffu, isfinite(of_tokens)) != 0;
+    };
+    const auto store_each = [&](int i, const float (&sum)[4]) {
+      using Y = std::conditional_t<S::kSplit, float, X>;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int token = token_of(i, j), n = first_output_of(i) + g + j / 2 * 8;
+        Y* const y = static_cast<Y*>(params.y) + (batch * args.m + token) * params.outputs + n;
+        if (token < tokens && n < params.outputs) *y = from_float<Y>(sum[j]);
       }
-      if (__builtin_expect(plain && params.changes_sums, 0)) {
+    };
+    // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what those
+    // of odd g have of the even one. Where the first of them go is known before the wait.
+    const bool odd = g % 2 == 1;
+    const int token_of_pairs = first_token_of(warp) + 2 * t + odd;
+    int n_of_pairs = first_output_of(warp) + (g & ~1);
+    const int64_t first_of_pairs = (batch * args.m + token_of_pairs) * params.outputs + n_of_pairs;
+    X* pairs = static_cast<X*>(params.y) + (S::kSplit ? 0 : ptx::kept(first_of_pairs));
+    const auto store_pairs = [&](const float (&sum)[4]) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float mine_of_pair = odd ? sum[2 * half + 1] : sum[2 * half];
+        const float theirs = __shfl_xor_sync(0xffffffffu, odd ? sum[2 * half] : sum[2 * half + 1], 4);
+        const uint32_t pair = odd ? from_float2<X>(theirs, mine_of_pair) : from_float2<X>(mine_of_pair, theirs);
+        if (token_of_pairs < tokens && n_of_pairs + 8 * half < params.outputs) {
+          reinterpret_cast<uint32_t*>(pairs)[4 * half] = pair;
+        }
+      }
+    };
+    const auto next = [&](int i) {
+      const int step = kThreads / 32 / (kTokens / 8) * kAtomN << params.log2_cluster;
+      n_of_pairs += step;
+      pairs += step;
+      return i + kThreads / 32;
+    };
+
+    // Of the warpgroups in order, then of the CTAs in order. A CTA that finishes none of the last strips is sent none.
+    if (cluster == 1) {
+      __syncthreads();
+    } else if (mine > 0) {
+      ptx::barrier_wait(received, phase);
+    }
+    const int count = mine * (kTokens / 8);
+    int i = warp;
+    // What most products do is a loop of its own: each line of instructions that is jumped over is a wait, too.
+    if (__builtin_expect(params.stores_sums, 1)) {
+#pragma unroll 1
+      for (; i < count; i = next(i)) {
+        float sum[4] = {};
+        add_up(i, sum);
+        if (S::kExact && !all_finite(i, sum)) break;
+        if constexpr (S::kSplit) {
+          store_each(i, sum);
+        } else {
+          store_pairs(sum);
+        }
+      }
+    }
+#pragma unroll 1
+    for (; i < count; i = next(i)) {
+      float bias[2] = {}, sum[4] = {};
+      if (args.has_bias) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) bias[half] = output_bias(args, batch, first_output_of(i) + g + 8 * half);
+      }
+      add_up(i, sum);
+      const bool plain = params.plain_results && (!S::kExact || all_finite(i, sum));
+      if (plain && params.changes_sums) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += bias[j / 2];
         apply<!S::kSplit>(args.activation, sum);
       }
       if (plain && (S::kSplit || params.outputs % 2 != 0)) {
-        using Y = std::conditional_t<S::kSplit, float, X>;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int token = token_of(j), n = atom_n + g + j / 2 * 8;
-          Y* const y = static_cast<Y*>(params.y) + (batch * args.m + token) * params.outputs + n;
-          if (token < tokens && n < params.outputs) *y = from_float<Y>(sum[j]);
-        }
+        store_each(i, sum);
       } else if (plain) {
-        // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what
-        // those of odd g have of the even one.
-        const bool odd = g % 2 == 1;
-        const int token = first_token + 2 * t + odd, n = atom_n + (g & ~1);
-        X* const y = static_cast<X*>(params.y) + (batch * args.m + token) * params.outputs + n;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float mine_of_pair = odd ? sum[2 * half + 1] : sum[2 * half];
-          const float theirs = __shfl_xor_sync(0xffffffffu, odd ? sum[2 * half] : sum[2 * half + 1], 4);
-          const uint32_t pair = odd ? from_float2<X>(theirs, mine_of_pair) : from_float2<X>(mine_of_pair, theirs);
-          if (token < tokens && n + 8 * half < params.outputs) reinterpret_cast<uint32_t*>(y)[4 * half] = pair;
-        }
+        store_pairs(sum);
       } else {
 #pragma unroll 1
         for (int j = 0; j < 4; ++j) {
-          const int token = token_of(j), n = atom_n + g + j / 2 * 8;
+          const int token = token_of(i, j), n = first_output_of(i) + g + j / 2 * 8;
           if (token >= tokens || n >= params.outputs) continue;
           float of_one = j < 2 ? j == 0 ? sum[0] : sum[1] : j == 2 ? sum[2] : sum[3];
           // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
@@ -653,6 +692,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   params.y = args.y;
   params.plain_results = args.y_dtype == args.x_dtype;
   params.changes_sums = args.has_bias || args.activation != Activation::kNone;
+  params.stores_sums = params.plain_results && !params.changes_sums && (args.x_dtype == DType::kF32 || args.n % 2 == 0);
   params.outputs = static_cast<int>(args.n);
   params.k_tiles = static_cast<int>(args.k) / tile_k(kBits);
   params.log2_group_blocks = log2_group_blocks(args);
