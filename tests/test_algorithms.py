@@ -464,7 +464,7 @@ def test_stacked_layers(rng):
 
 @pytest.mark.parametrize("method", ["minmax", "hqq", "mse", "awq", "gptq"])
 def test_models_by_every_method(rng, method, capsys):
-    model, batches = model_and_batches(rng)
+    model, (x, *batches) = model_and_batches(rng, 4)
     batches = batches if method in ("mse", "awq", "gptq") else None
     dense = nnx.clone(model)
     report = quantize_model(model, batches, method=method, progress=True)
@@ -483,8 +483,7 @@ def test_models_by_every_method(rng, method, capsys):
         assert "outputs on the calibration data" in str(report)
     for m in (dense, model):
         m.eval()
-    x = np.ones((1, 2, 64), np.float32) * np.arange(64)
-    assert 0 < np.linalg.norm(model(x) - dense(x)) < 0.1 * np.linalg.norm(dense(x))
+    assert 0 < np.linalg.norm(model(x) - dense(x)) < 0.25 * np.linalg.norm(dense(x))
 
 
 def test_scaled_and_permuted_layers_are_saved(rng, tmp_path):

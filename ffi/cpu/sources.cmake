@@ -20,8 +20,9 @@ endif()
 wonly_module(_cpu ${wonly_cpu_sources})
 
 # Products and sums are contracted only where the code says so: quantized codes must be the same on every platform.
-set(wonly_engine_options -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math)
-set_source_files_properties(ffi/cpu/handlers.cc PROPERTIES COMPILE_OPTIONS -O3)
+set(wonly_optimized $<$<NOT:$<CONFIG:Debug>>:-O3>)
+set(wonly_engine_options ${wonly_optimized} -ffp-contract=off -fno-math-errno -fno-trapping-math)
+set_source_files_properties(ffi/cpu/handlers.cc PROPERTIES COMPILE_OPTIONS "${wonly_optimized}")
 # -Wno-psabi: vectors wider than the target's registers are passed in memory, among functions of this one file.
 set_source_files_properties(ffi/cpu/engine_generic.cc PROPERTIES COMPILE_OPTIONS "${wonly_engine_options};-Wno-psabi")
 if(wonly_cpu_x86)
