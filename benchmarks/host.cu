@@ -1,5 +1,6 @@
 // Times what the host does to launch a product without JAX: the choice of a kernel, the description of its activations
-// for the tensor copy engine, and the launch. One line for each "K N M" of the command line: these and microseconds.
+// for the tensor copy engine, and the launch. One line for each "K N M" of the command line: these, microseconds, and
+// those of a kernel that does nothing, launched in the same way with as many arguments.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -7,13 +8,32 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda/launch.h"
 #include "cuda/matmul.h"
+#include "cuda/tensor_map.h"
 #include "layout.h"
 
 using namespace wonly;
 
-int main(int argc, char** argv) {
+__global__ void nothing(const __grid_constant__ MatmulArgs, const __grid_constant__ CUtensorMap) {}
+
+// The median of rounds that launch without waiting, for a call.
+template <typename Launch>
+double microseconds(Launch launch, cudaStream_t stream) {
   constexpr int kCalls = 16, kRounds = 101;
+  std::vector<double> times;
+  for (int round = 0; round < kRounds; ++round) {
+    const auto begin = std::chrono::steady_clock::now();
+    for (int call = 0; call < kCalls; ++call) CHECK(launch());
+    const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - begin;
+    CHECK(cudaStreamSynchronize(stream));
+    times.push_back(taken.count() / kCalls);
+  }
+  std::nth_element(times.begin(), times.begin() + kRounds / 2, times.end());
+  return times[kRounds / 2];
+}
+
+int main(int argc, char** argv) {
   for (int i = 1; i + 2 < argc; i += 3) {
     MatmulArgs args{};
     args.k = std::atoll(argv[i]), args.n = args.parameter_row = std::atoll(argv[i + 1]),
@@ -32,16 +52,15 @@ int main(int argc, char** argv) {
     args.qw = static_cast<const uint32_t*>(zeros(words * 4)), args.scales = zeros(args.groups * args.n * 2);
     cudaStream_t stream;
     CHECK(cudaStreamCreate(&stream));
-    std::vector<double> times;
-    for (int round = 0; round < kRounds; ++round) {
-      const auto begin = std::chrono::steady_clock::now();
-      for (int call = 0; call < kCalls; ++call) CHECK(launch_matmul(args, stream));
-      const std::chrono::duration<double, std::micro> taken = std::chrono::steady_clock::now() - begin;
-      CHECK(cudaStreamSynchronize(stream));
-      times.push_back(taken.count() / kCalls);
-    }
-    std::nth_element(times.begin(), times.begin() + kRounds / 2, times.end());
-    std::printf("%ld %ld %ld %.2f\n", args.k, args.n, args.m, times[kRounds / 2]);
+    LaunchShape shape;
+    shape.grid = dim3(132);
+    shape.threads = 384;
+    shape.shared_bytes = 100 << 10;
+    shape.early = true;
+    const double us = microseconds([&] { return launch_matmul(args, stream); }, stream);
+    const double bare_us =
+        microseconds([&] { return launch_kernel(nothing, shape, stream, args, CUtensorMap{}); }, stream);
+    std::printf("%ld %ld %ld %.2f %.2f\n", args.k, args.n, args.m, us, bare_us);
     CHECK(cudaStreamDestroy(stream));
     for (const void* data : {args.x, args.scales, static_cast<const void*>(args.qw), static_cast<const void*>(args.y),
                              static_cast<const void*>(args.scratch)}) {

@@ -58,11 +58,11 @@ def for_each(x, qt, products: bool = True) -> float:
     return round(more / (CHAIN - 1), 2)
 
 
-def launches(program: Path) -> list[float]:
-    """Microseconds of each of ``CASES``."""
+def launches(program: Path) -> list[list[float]]:
+    """Microseconds of each of ``CASES``, and of a kernel that does nothing."""
     words = [str(number) for size, m in CASES for number in (size, size, m)]
     output = subprocess.run([program, *words], capture_output=True, text=True, check=True).stdout
-    return [float(line.split()[-1]) for line in output.splitlines()]
+    return [[float(word) for word in line.split()[3:]] for line in output.splitlines()]
 
 
 def main() -> None:
@@ -72,14 +72,14 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu("host.py")
     rows = []
-    for (size, m), launch_us in zip(CASES, launches(args.executable or build(program="host")), strict=True):
+    for (size, m), (launch_us, bare_us) in zip(CASES, launches(args.executable or build(program="host")), strict=True):
         key = jax.random.key(size)
         qt = jw.quantize(jax.random.normal(key, (size, size), jnp.bfloat16) * size**-0.5, group_size=128)
         x = jax.random.normal(key, (m, size), jnp.bfloat16)
         timer = Calls(chain(1), [(x, qt)])
         timer.measure(5)
         row = {"k": size, "n": size, "m": m, "host_us": for_each(x, qt), "xla_us": for_each(x, qt, products=False)}
-        row["launch_us"] = launch_us
+        row |= {"launch_us": launch_us, "bare_us": bare_us}
         rows.append(row | {"us": round(timer.us, 2), "kernel": timer.kernel})
         print("  ".join(f"{name} {value}" for name, value in rows[-1].items()))
     save(args.output, rows, args.commit, chain=CHAIN)

@@ -1,5 +1,7 @@
 """Checks of experts' products that the CPU and the GPU tests share."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +35,13 @@ def assert_rows(y, x, weight, ids, *, implementation=None, **epilogue):
     bound = unit * magnitude + rounding(expected, y.dtype) + 4e-6 * (1 + np.abs(expected))
     if rounds_weights(implementation) and str(x.dtype) != "float32":
         # A weight changes by a unit at most, many together by half of that. Of a table an entry, a float32 scale and
-        # their product may each be rounded.
-        roundings = (1 if weight.qt.table is None else 3) * (0.5 + 0.5 / np.sqrt(x.shape[-1]))
+        # their product may each be rounded; with float zeros and offsets a float32 scale, its product with the code
+        # less the middle one, what is left of the weight, and their sum.
+        qt, roundings = weight.qt, 1 if weight.qt.table is None else 3
+        if qt.offsets is not None or (qt.zeros is not None and jnp.issubdtype(qt.zeros.dtype, jnp.floating)):
+            middle = np.repeat(np.asarray(qt.scales, np.float64), qt.group_size, -2) * 2.0 ** (qt.bits - 1)
+            roundings, magnitude = 2, exact(x, dataclasses.replace(weight, magnitude=weight.magnitude + middle), ids)[1]
+        roundings *= 0.5 + 0.5 / np.sqrt(x.shape[-1])
         bound = bound + roundings * UNITS[str(x.dtype)] * magnitude
     error = np.abs(np.asarray(y).astype(np.float64) - expected)
     assert y.shape == expected.shape and (error <= bound).all(), np.max(error / bound)

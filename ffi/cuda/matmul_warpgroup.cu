@@ -1,13 +1,15 @@
 #include <algorithm>
+#include <limits>
 
 #include "cuda/matmul_warpgroup.h"
 #include "layout.h"
 
 namespace wonly::warpgroup {
 
-constexpr int kSplitBytes = 4;    // of an activation in pieces, of a token's power of two, and of a sum
-constexpr int kSplitTokens = 64;  // of the largest tile of such
-constexpr int kMostTokens = 216;  // of a tile
+constexpr int kSplitBytes = 4;     // of an activation in pieces, of a token's power of two, and of a sum
+constexpr int kSplitTokens = 64;   // of the largest tile of such
+constexpr int kMostTokens = 216;   // of a tile
+constexpr float kSurely = 0.999f;  // whatever sums of float32 are rounded to
 
 int64_t sum_count(const MatmulArgs& args) {
   if (!has_float_shift(args)) return 0;
@@ -42,18 +44,24 @@ bool is_plain(const MatmulArgs& args) {
          (args.shift_mode == ShiftMode::kNone || (zeros && args.parameter_row % 16 == 0));
 }
 
-bool rounds(const MatmulArgs& args, int tokens) {
+namespace {
+
+// The tokens of a CTA from which on it rounds weights.
+int rounds_from(const MatmulArgs& args) {
+  constexpr int kNever = std::numeric_limits<int>::max();
   const bool shifted = args.shift_mode != ShiftMode::kNone;
-  if (args.x_dtype == DType::kF32) return false;
+  if (args.x_dtype == DType::kF32) return kNever;
   if (shifted && args.shift_dtype == args.x_dtype) {
-    return args.scale_dtype == args.x_dtype && args.parameter_row % 8 == 0;
+    return args.scale_dtype == args.x_dtype && args.parameter_row % 8 == 0 ? 0 : kNever;
   }
-  if (!is_plain(args)) return false;
-  if (has_small_groups(args)) {
-    return tokens >= (args.bits == 4 && (log2_group_blocks(args) == 0 || !shifted) ? 32 : 64);
-  }
-  return tokens >= (args.bits == 4 ? 72 : 96);
+  if (!is_plain(args)) return kNever;
+  if (has_small_groups(args)) return args.bits == 4 && (log2_group_blocks(args) == 0 || !shifted) ? 32 : 64;
+  return args.bits == 4 ? 72 : 96;
 }
+
+}  // namespace
+
+bool rounds(const MatmulArgs& args, int tokens) { return tokens >= rounds_from(args); }
 
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {
   const float stages = static_cast<float>(ceil_div(args.k, 128));
@@ -61,8 +69,9 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
   const bool sums = has_float_shift(args);
   const bool table = args.shift_mode == ShiftMode::kTable;
+  const int rounded_from = rounds_from(args);
   const bool any_shape = is_plain(args) || args.x_dtype == DType::kF32 || table;
-  const bool alike = args.x_dtype != DType::kF32 && (is_plain(args) || rounds(args, kMostTokens));
+  const bool alike = args.x_dtype != DType::kF32 && (is_plain(args) || kMostTokens >= rounded_from);
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
   float least = 0.f;
@@ -73,6 +82,12 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
     if (cost.bits != 0 && cost.bits != args.bits) return;
     const int64_t row_tiles = ceil_div(args.n, 64 * cost.warpgroups);
     const int64_t blocks = args.batch * row_tiles * ceil_div(args.m, cost.tokens);
+    // Most shapes are out of the question however many CTAs share the inputs: this is the host's time for a product.
+    float stage_least = cost.stage;
+    if (cost.shared_stage > 0.f) stage_least = std::min(stage_least, 0.5f * cost.shared_stage);
+    if (cost.paired > 0.f) stage_least = std::min(stage_least, cost.paired);
+    const float work = static_cast<float>(blocks) * stages * (stage_least + more) / static_cast<float>(multiprocessors);
+    if (least > 0.f && kSurely * (std::max(work, reading) + cost.start) > least) return;
     for (int j = 0; j < costs.cluster_count; ++j) {
       const ClusterCost& cluster = costs.clusters[j];
       if (cluster.ctas > costs.alone_ctas && cost.shared_stage == 0.f) continue;
@@ -103,7 +118,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   };
   for (int i = 0; i < costs.shape_count; ++i) {
     const Cost& cost = costs.shapes[i];
-    if (costs.rounded_count > 0 && rounds(args, cost.tokens)) continue;
+    if (costs.rounded_count > 0 && cost.tokens >= rounded_from) continue;
     if (!any_shape && cost.sum == 0.f) continue;
     consider(cost, (groups - 1.f) * cost.group + (sums ? groups * cost.sum : 0.f));
   }
@@ -111,7 +126,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const float halves = args.x_dtype != DType::kF16 ? 0.f : zeros ? 2.f : 1.f;
   for (int i = 0; i < costs.rounded_count; ++i) {
     const Cost& cost = costs.rounded[i];
-    if (!rounds(args, cost.tokens) || (zeros && cost.sum == 0.f)) continue;
+    if (cost.tokens < rounded_from || (zeros && cost.sum == 0.f)) continue;
     consider(cost, (groups > 1.f ? cost.group : 0.f) + (zeros ? cost.sum : 0.f) + halves * cost.half);
   }
   return least;
