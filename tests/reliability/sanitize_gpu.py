@@ -23,7 +23,7 @@ from typing import Any
 from reliability.record import ROOT, measured, save
 
 TOOLS = ("memcheck", "racecheck")
-# Of programs from JAX: compute-sanitizer crashes or hangs where it follows the compilers that XLA starts.
+# Of programs from JAX: compute-sanitizer crashes or hangs where it follows the processes that these start.
 ONLY_OURS = ("--target-processes", "application-only", "--kernel-name", "kns=wonly")
 
 
