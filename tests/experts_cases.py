@@ -38,7 +38,8 @@ def assert_rows(y, x, weight, ids, *, implementation=None, **epilogue):
         # their product may each be rounded; with float zeros and offsets a float32 scale, its product with the code
         # less the middle one, what is left of the weight, and their sum.
         qt, roundings = weight.qt, 1 if weight.qt.table is None else 3
-        if qt.offsets is not None or (qt.zeros is not None and jnp.issubdtype(qt.zeros.dtype, jnp.floating)):
+        shift = qt.offsets if qt.zeros is None else qt.zeros
+        if shift is not None and shift.dtype != np.uint8:
             middle = np.repeat(np.asarray(qt.scales, np.float64), qt.group_size, -2) * 2.0 ** (qt.bits - 1)
             roundings, magnitude = 2, exact(x, dataclasses.replace(weight, magnitude=weight.magnitude + middle), ids)[1]
         roundings *= 0.5 + 0.5 / np.sqrt(x.shape[-1])
