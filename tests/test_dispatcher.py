@@ -168,6 +168,17 @@ def test_products(rng, monkeypatch, dispatcher, gpu):
     assert seen == {f"matmul_{kernel}" for kernel in kernels | {"stream"}}
 
 
+def test_repeated_products(rng, dispatcher):
+    """Choices are remembered, by all that they depend on: each is the same after any others."""
+    lines = [line("matmul", product, scratch) for product in products(rng, 300) for scratch in (0, 1 << 22)]
+    once = dispatcher(H100, lines)
+    order = rng.integers(len(lines), size=5000)
+    order[1::2] = order[::2]  # each twice in a row, too
+    for i, said in zip(order, dispatcher(H100, [lines[i] for i in order]), strict=True):
+        assert said == once[i], lines[i]
+    assert any(a != b for a, b in zip(once[::2], once[1::2], strict=True))  # scratch matters
+
+
 def test_transposed(rng, monkeypatch, dispatcher):
     for gpu in (H100, A100):
         on(monkeypatch, gpu)

@@ -1,6 +1,11 @@
 // Which kernel runs which product. The numbers are those of jax_wonly/costs, which benchmarks/fit_costs.py fitted to
 // what benchmarks/tune.py measured on an H100; shapes between those follow the same rule.
 #include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <variant>
 
 #include "cuda/aligned_rows.h"
 #include "cuda/costs.h"
@@ -154,16 +159,18 @@ bool aligns_rows(const MatmulArgs& args) {
   return !few && aligned_rows::bytes(args) <= args.scratch_bytes;
 }
 
-}  // namespace
+// The kernel for a product. matmul_decode and matmul_stream find their configurations when they are launched, as what
+// they fit in says.
+struct Decoded {};
+struct Streamed {};
+struct ByWarpgroups {
+  warpgroup::Config config;
+  bool aligns;  // rows of scales and shift before
+};
+using Choice = std::variant<Streamed, Decoded, resident::Config, ByWarpgroups, tiled::Config, mma::Config>;
 
-cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
-  Device device;
-  if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
-  if (device.architecture < 80 && args.x_dtype != DType::kF16) return cudaErrorNotSupported;
-  if (decodes(args, device)) {
-    const cudaError_t error = launch_decode(args, device, stream);
-    if (error != cudaErrorInvalidConfiguration) return error;
-  }
+// Where matmul_decode does not take it.
+Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
   // With scales of another type, or odd rows, and no small groups streaming four bits is faster for few tokens. Eight
   // bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
   // CTA.
@@ -189,11 +196,9 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   if ((splits || table) && !aligns && args.m <= kStreamPass && us >= stream_us(args, device)) by_warpgroups = false;
   if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
     resident::Config config{};
-    const int shared_bytes = shared_share(device, 1);
-    const float resident_us = resident::choose(args, device.multiprocessors, shared_bytes, &config);
+    const float resident_us = resident::choose(args, device.multiprocessors, shared_share(device, 1), &config);
     // Streaming odd rows takes longer than estimated.
-    if (resident_us > 0.f && (streamed || splits || (odd_rows && !aligns) || resident_us < us))
-      return resident::launch(args, config, shared_bytes, stream);
+    if (resident_us > 0.f && (streamed || splits || (odd_rows && !aligns) || resident_us < us)) return config;
   }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
@@ -203,18 +208,50 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
       const tiled::Costs& of_tiles = table ? costs::kTable : costs::kTiled;
       const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
       // With a table another pass takes longer in any case.
-      if ((table && !by_warpgroups) || tiled_us < us) return tiled::launch(args, tiles, stream);
+      if ((table && !by_warpgroups) || tiled_us < us) return tiles;
     }
-    if (by_warpgroups) {
-      const cudaError_t error = aligns ? aligned_rows::launch(args, stream) : cudaSuccess;
-      return error == cudaSuccess ? warpgroup::launch(aligned, warpgroups, stream) : error;
-    }
+    if (by_warpgroups) return ByWarpgroups{warpgroups, aligns};
   }
   if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass && mma::supports(args)) {
     mma::Config tiles{};
-    const float us = mma::choose(args, device, &tiles);
-    if (us > 0.f && us < stream_us(args, device)) return mma::launch(args, tiles, stream);
+    const float mma_us = mma::choose(args, device, &tiles);
+    if (mma_us > 0.f && mma_us < stream_us(args, device)) return tiles;
   }
+  return Streamed{};
+}
+
+// The latest choices, for models make the same products again and again and a choice takes as long as half a launch
+// (docs/performance.md, log 158). By all that they depend on: the device, and everything of MatmulArgs but its
+// pointers.
+class Choices {
+ public:
+  Choice& of(const MatmulArgs& args, const Device& device) {
+    Key key{};
+    std::memcpy(key.data(), reinterpret_cast<const char*>(&args) + kPointers, kNumbers);
+    std::memcpy(key.data() + kNumbers / sizeof(uint64_t), &device, sizeof(Device));
+    uint64_t hash = 0;  // multiplicative, of which the high bits depend on all
+    for (const uint64_t word : key) hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
+    Entry& entry = entries_[hash >> (64 - kLog2Entries)];
+    if (!entry.known || entry.key != key) {
+      entry = {true, key, decodes(args, device) ? Choice{Decoded{}} : choose_undecoded(args, device)};
+    }
+    return entry.choice;
+  }
+
+ private:
+  static constexpr size_t kPointers = offsetof(MatmulArgs, scratch_bytes), kNumbers = sizeof(MatmulArgs) - kPointers;
+  static_assert(kPointers == 7 * sizeof(void*) && kNumbers % sizeof(uint64_t) == 0, "numbers stand behind pointers");
+  static constexpr size_t kLog2Entries = 6;
+  using Key = std::array<uint64_t, ceil_div((kNumbers + sizeof(Device)), sizeof(uint64_t))>;
+  struct Entry {
+    bool known;
+    Key key;
+    Choice choice;
+  };
+  std::array<Entry, size_t{1} << kLog2Entries> entries_{};
+};
+
+cudaError_t launch_stream(const MatmulArgs& args, const Device& device, cudaStream_t stream) {
   stream::Config config = stream_config(args, device);
   // Less shared memory than on the tuned devices: fewer warps, then narrower strips, until two stages fit.
   cudaError_t error = stream::launch(args, config, stream);
@@ -228,6 +265,40 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
     error = stream::launch(args, config, stream);
   }
   return error;
+}
+
+struct Launch {
+  const MatmulArgs& args;
+  const Device& device;
+  cudaStream_t stream;
+
+  cudaError_t operator()(Decoded) const { return launch_decode(args, device, stream); }
+  cudaError_t operator()(Streamed) const { return launch_stream(args, device, stream); }
+  cudaError_t operator()(const resident::Config& config) const {
+    return resident::launch(args, config, shared_share(device, 1), stream);
+  }
+  cudaError_t operator()(const ByWarpgroups& warpgroups) const {
+    if (!warpgroups.aligns) return warpgroup::launch(args, warpgroups.config, stream);
+    const cudaError_t error = aligned_rows::launch(args, stream);
+    return error == cudaSuccess ? warpgroup::launch(aligned_rows::after(args), warpgroups.config, stream) : error;
+  }
+  cudaError_t operator()(const tiled::Config& config) const { return tiled::launch(args, config, stream); }
+  cudaError_t operator()(const mma::Config& config) const { return mma::launch(args, config, stream); }
+};
+
+}  // namespace
+
+cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
+  Device device;
+  if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
+  if (device.architecture < 80 && args.x_dtype != DType::kF16) return cudaErrorNotSupported;
+  thread_local Choices choices;
+  Choice& choice = choices.of(args, device);
+  const Launch launch{args, device, stream};
+  const cudaError_t error = std::visit(launch, choice);
+  if (error != cudaErrorInvalidConfiguration || !std::holds_alternative<Decoded>(choice)) return error;
+  choice = choose_undecoded(args, device);
+  return std::visit(launch, choice);
 }
 
 }  // namespace wonly
