@@ -9,6 +9,7 @@
 // the same, where the batch is the experts, and the mode of the rows. A line of the output is the kernel and its
 // configuration, or "none". Of ragged products what launches the kernels is here too, so that it is all kernels one
 // after the other, each with its CTAs along x and y, threads, CTAs of a cluster, and bytes of shared memory.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
 
@@ -95,16 +96,27 @@ extern "C" cudaError_t __wrap_cudaFuncGetAttributes(cudaFuncAttributes* attribut
   return cudaSuccess;
 }
 extern "C" cudaError_t __wrap_cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+extern "C" cudaError_t __wrap_cudaGetFuncBySymbol(cudaFunction_t* function, const void* kernel) {
+  *function = reinterpret_cast<cudaFunction_t>(const_cast<void*>(kernel));
+  return cudaSuccess;
+}
 // Also of the kernel that adds up what matmul_mma leaves, of which nothing is said.
-extern "C" cudaError_t __wrap_cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
-  if (!says_launches) return cudaSuccess;
+static CUresult say_launch(const CUlaunchConfig* config, CUfunction kernel, void**, void**) {
+  if (!says_launches) return CUDA_SUCCESS;
   unsigned cluster = 1;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
-    if (config->attrs[i].id != cudaLaunchAttributeClusterDimension) continue;
-    cluster = config->attrs[i].val.clusterDim.x * config->attrs[i].val.clusterDim.y;
+    if (config->attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;
+    cluster = config->attrs[i].value.clusterDim.x * config->attrs[i].value.clusterDim.y;
   }
-  std::cout << kernels().at(kernel) << ' ' << config->gridDim.x << ' ' << config->gridDim.y << ' ' << config->blockDim.x
-            << ' ' << cluster << ' ' << config->dynamicSmemBytes << ' ';
+  std::cout << kernels().at(kernel) << ' ' << config->gridDimX << ' ' << config->gridDimY << ' ' << config->blockDimX
+            << ' ' << cluster << ' ' << config->sharedMemBytes << ' ';
+  return CUDA_SUCCESS;
+}
+extern "C" cudaError_t __wrap_cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
+                                                               unsigned long long,
+                                                               cudaDriverEntryPointQueryResult* found) {
+  *function = reinterpret_cast<void*>(&say_launch);
+  *found = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 

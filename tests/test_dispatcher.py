@@ -62,7 +62,7 @@ def build(program: Path) -> None:
         objects = list(pool.map(compile_one, sources))
     # Without the functions that are not called, as the kernels are not there that those launch.
     wrapped = ["cudaGetDevice", "cudaDeviceGetAttribute", "cudaFuncGetAttributes", "cudaFuncSetAttribute"]
-    wrapped += ["cudaLaunchKernelExC", "__cudaRegisterFunction"]
+    wrapped += ["cudaGetFuncBySymbol", "cudaGetDriverEntryPointByVersion", "__cudaRegisterFunction"]
     options = ["--gc-sections", *(f"--wrap={name}" for name in wrapped)]
     linked = [flag for option in options for flag in ("-Xlinker", option)]
     subprocess.run(["nvcc", *linked, *objects, "-o", program], check=True)

@@ -3,6 +3,8 @@
 // band_conv.cuh may be faster.
 #pragma once
 
+#include <initializer_list>
+
 #include "cuda/matmul_tiled.h"
 #include "cuda/matmul_warpgroup.h"
 

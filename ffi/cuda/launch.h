@@ -21,33 +21,14 @@ struct LaunchShape {
   bool early = false;  // before the last kernel ends, as soon as all its CTAs let it (ptx::let_next_kernel_begin)
 };
 
+// By the driver itself, to which `arguments` points: the runtime's launch takes 0.4 us longer (docs/performance.md, log
+// 158).
+cudaError_t launch_function(const void* kernel, const LaunchShape& shape, cudaStream_t stream, void** arguments);
+
 template <typename... Args>
 cudaError_t launch_kernel(void (*kernel)(Args...), const LaunchShape& shape, cudaStream_t stream, const Args&... args) {
-  if (shape.shared_bytes > 0) {
-    // A property of the function, not of the stream: without effect on a graph that is captured.
-    const cudaError_t error = allow_shared_memory(reinterpret_cast<const void*>(kernel));
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config{};
-  config.gridDim = shape.grid;
-  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shape.shared_bytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  if (shape.cluster > 1) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = shape.cluster_along_y ? 1u : static_cast<unsigned>(shape.cluster);
-    attribute.val.clusterDim.y = shape.cluster_along_y ? static_cast<unsigned>(shape.cluster) : 1u;
-    attribute.val.clusterDim.z = 1;
-  }
-  if (shape.early) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
-  return cudaLaunchKernelEx(&config, kernel, args...);
+  void* arguments[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  return launch_function(reinterpret_cast<const void*>(kernel), shape, stream, arguments);
 }
 
 // The same for CTAs that walk along x over `items` for each of `columns` along y: no more of them than the

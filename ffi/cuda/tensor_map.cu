@@ -1,19 +1,10 @@
 #include <cudaTypedefs.h>
-#include <cuda_runtime.h>
 
+#include "cuda/driver.h"
 #include "cuda/tensor_map.h"
 
 namespace wonly {
 namespace {
-
-// A function of the driver, looked up through the runtime so that the module does not link to the driver's library.
-template <typename Function>
-Function driver_function(const char* name) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found);
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(address) : nullptr;
-}
 
 CUtensorMapDataType data_type(const MatmulArgs& args) {
   return args.x_dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;

@@ -169,6 +169,24 @@ CUresult encode_im2col(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t ran
   return CUDA_SUCCESS;
 }
 
+CUresult launch_kernel(const CUlaunchConfig* config, CUfunction function, void** args, void**) {
+  Dim cluster;
+  bool early = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const CUlaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
+      cluster = {attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z};
+    } else if (attribute.id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) {
+      early = attribute.value.programmaticStreamSerializationAllowed != 0;
+    } else {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
+  }
+  const Dim grid = {config->gridDimX, config->gridDimY, config->gridDimZ};
+  const Dim block = {config->blockDimX, config->blockDimY, config->blockDimZ};
+  return static_cast<CUresult>(enqueue(function, grid, block, cluster, config->sharedMemBytes, early, args));
+}
+
 }  // namespace
 
 extern "C" {
@@ -210,23 +228,6 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void*
   return enqueue(kernel, dim_of(grid), dim_of(block), {}, shared, false, args);
 }
 
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** args) {
-  Dim cluster;
-  bool early = false;
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    const cudaLaunchAttribute& attribute = config->attrs[i];
-    if (attribute.id == cudaLaunchAttributeClusterDimension) {
-      cluster = {attribute.val.clusterDim.x, attribute.val.clusterDim.y, attribute.val.clusterDim.z};
-    } else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
-      early = attribute.val.programmaticStreamSerializationAllowed != 0;
-    } else {
-      return cudaErrorInvalidValue;
-    }
-  }
-  return enqueue(function, dim_of(config->gridDim), dim_of(config->blockDim), cluster, config->dynamicSmemBytes, early,
-                 args);
-}
-
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
@@ -241,6 +242,10 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaGetFuncBySymbol(cudaFunction_t* function, const void* symbol) {
+  *function = reinterpret_cast<cudaFunction_t>(const_cast<void*>(symbol));
+  return cudaSuccess;
+}
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* ctas, const void* function, int threads,
                                                                    size_t shared, unsigned) {
   const int64_t bytes = static_cast<int64_t>(shared) + program_of(kernel_of(function)).static_shared;
@@ -258,6 +263,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
   const std::string wanted = name;
   *function = wanted == "cuTensorMapEncodeTiled"    ? reinterpret_cast<void*>(&encode_tiled)
               : wanted == "cuTensorMapEncodeIm2col" ? reinterpret_cast<void*>(&encode_im2col)
+              : wanted == "cuLaunchKernelEx"        ? reinterpret_cast<void*>(&launch_kernel)
                                                     : nullptr;
   if (found != nullptr) *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
