@@ -21,12 +21,12 @@
 //   kStagingTokens                rows that a warpgroup writes out at a time, at most
 //   kBulkStores                   whether rows of a block follow each other in the result
 //   kSplits                       whether items may be split
+//   kAnyRows                      whether blocks that are not whole are common (box_rows)
 //   Source(params, args, shared)  all threads of the CTA
 //   int items()                   what the clusters walk over
 //   Item item(i, rank)            one warp
 //   int64_t row(item, i)          where row i of a block is in the result
 //   int64_t dy_row(item, i)       and of which row of dy, of the same batch entry
-//   int copied_rows(first, tokens)  rows of dy that are copied for a block from row `first` on
 #pragma once
 
 #include <cuda_bf16.h>
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       } else if constexpr (S::kInRegisters) {
         multiply_stages_in_registers(cta, item, at, acc);
       } else {
-        multiply_stages(cta, item, at, acc);
+        multiply_rows(cta, item, at, acc);
       }
 #pragma unroll
       for (auto& sums : acc) ptx::keep(sums);  // nobody reads them earlier

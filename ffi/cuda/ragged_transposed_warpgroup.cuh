@@ -19,7 +19,7 @@ struct Spans {
   };
   static constexpr int kSharedBytes = ragged::kMostPlanBytes;
   static constexpr int kStagingTokens = 64;
-  static constexpr bool kBulkStores = false, kSplits = false;
+  static constexpr bool kBulkStores = false, kSplits = false, kAnyRows = true;
 
   const Params& params;
   ragged::Plan plan;
@@ -48,8 +48,6 @@ struct Spans {
   __device__ int64_t dy_row(const Item& item, int i) const {
     return ragged::x_row(params.work, plan.row(item.first + i));
   }
-
-  __device__ int copied_rows(int, int tokens) const { return tokens; }
 };
 
 // `dy`: what the kernel multiplies, rows in the plan's order, of X. `with_shape`: calls what it is given with a null
@@ -66,9 +64,8 @@ cudaError_t launch_spans(Params<Spans> params, MatmulArgs dy, const ragged::Work
   dy.k = args.n;
   dy.m = work.m;
   CUtensorMap map;
-  if (cudaError_t error = describe_activations(dy, work.tile_rows / params.partners, &map); error != cudaSuccess) {
-    return error;
-  }
+  const int boxes = box_rows(work.tile_rows, true), box = boxes > 0 ? boxes : work.tile_rows / params.partners;
+  if (cudaError_t error = describe_activations(dy, box, &map); error != cudaSuccess) return error;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(params.clusters), static_cast<unsigned>(params.cluster));
   shape.cluster = params.cluster;

@@ -60,6 +60,10 @@ __device__ __forceinline__ int group_of_fragment(const Params<Source>& params, i
   return params.log2_group_blocks < 0 ? 0 : warp / 2 >> params.log2_group_blocks;
 }
 
+// Rows of dy that are copied at a time where blocks may have any number of rows, of which as many are multiplied as
+// there are, in steps of so many; 0: a partner's part of a block. Low blocks have nothing to gain.
+constexpr int box_rows(int tokens, bool any_rows) { return any_rows && tokens == 256 ? 64 : 0; }
+
 // Blocks of tokens that follow each other. The first `whole` items are a block for each partner; the rest are split.
 struct Consecutive {
   struct Params {
@@ -73,7 +77,7 @@ struct Consecutive {
   };
   static constexpr int kSharedBytes = 0;
   static constexpr int kStagingTokens = 128;
-  static constexpr bool kBulkStores = true, kSplits = true;
+  static constexpr bool kBulkStores = true, kSplits = true, kAnyRows = false;
 
   const Params& params;
   int64_t m;
@@ -107,11 +111,6 @@ struct Consecutive {
 
   __device__ int64_t row(const Item& item, int i) const { return item.weights * m + item.first + i; }
   __device__ int64_t dy_row(const Item& item, int i) const { return item.first + i; }
-
-  // Of a block from row `first` of dy on: the copy engine takes longer for rows that are not there than for others.
-  __device__ int copied_rows(int first, int tokens) const {
-    return static_cast<int>(min(m - first, static_cast<int64_t>(tokens)));
-  }
 };
 
 // A CTA and its ring of stages.
@@ -131,15 +130,24 @@ struct Cta {
     if (params.partners == 2) ptx::cluster_wait();
   }
 
-  // Starts the copies of dy for a stage, and tells its barrier of them; by one thread.
-  __device__ __forceinline__ void copy_dy(int slot, int n, int row, int batch, bool split) const {
-    constexpr int kRowBytes = kRunN * 2, kRuns = S::kOutputs / kRunN;
+  // Starts the copies of dy for a stage, `rows` from `row` on, and tells its barrier of them; by one thread. The copy
+  // engine takes longer for rows that are not there than for others.
+  __device__ __forceinline__ void copy_dy(int slot, int n, int row, int rows, int batch, bool split) const {
+    constexpr int kRowBytes = kRunN * 2, kRuns = S::kOutputs / kRunN, kBox = box_rows(S::kTokens, S::Source::kAnyRows);
     uint8_t* const to = ring + slot * S::kStageBytes + S::kDyAt;
-    const int rows = source.copied_rows(row, S::kTokens), all = params.partners == 1 ? S::kTokens : S::kTokens / 2;
-    ptx::barrier_expect(full + slot, S::kPieces * kRuns * rows * kRowBytes);
     const bool shared = params.partners == 2 && !split;
-    for (int first = shared ? rank * all : 0; first < rows; first += all) {
-      const CUtensorMap* const map = rows - first < all ? &dy_last : &dy_map;
+    int box = params.partners == 1 ? S::kTokens : S::kTokens / 2, share = box;
+    if constexpr (kBox > 0) {
+      const int boxes = (rows + kBox - 1) / kBox;
+      box = kBox, rows = boxes * kBox;
+      share = (boxes + 1) / 2 * kBox;
+    } else if constexpr (S::Source::kAnyRows) {
+      rows = S::kTokens;
+    }
+    const int end = shared ? min((rank + 1) * share, rows) : rows;
+    ptx::barrier_expect(full + slot, S::kPieces * kRuns * rows * kRowBytes);
+    for (int first = shared ? rank * share : 0; first < end; first += box) {
+      const CUtensorMap* const map = !S::Source::kAnyRows && rows - first < box ? &dy_last : &dy_map;
 #pragma unroll
       for (int piece = 0; piece < S::kPieces; ++piece) {
         const int of_piece = S::kPieces == 1 ? batch : piece * params.pieces_apart + batch;
@@ -153,7 +161,6 @@ struct Cta {
           }
         }
       }
-      if (shared) break;
     }
   }
 

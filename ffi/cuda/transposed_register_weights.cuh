@@ -170,7 +170,7 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
       for (int stage = item.begin; stage < item.end; ++stage, at.advance()) {
         ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
         if (!ptx::elect_one()) continue;
-        cta.copy_dy(at.slot, stage * S::kOutputs, item.first, batch, item.split);
+        cta.copy_dy(at.slot, stage * S::kOutputs, item.first, item.rows, batch, item.split);
       }
       continue;
     }

@@ -201,8 +201,8 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
   const int shift_size = S::kTable || args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
 
   struct Packed {
-    int n0, row, batch;  // of dy; row < 0: there is no such stage
-    int weights;         // whose
+    int n0, row, rows, batch;  // of dy; row < 0: there is no such stage
+    int weights;               // whose
     bool split;
     uint4 words[S::kPackedTiles];
     uint32_t scale[2 * S::kGroups], shift[2 * S::kGroups];
@@ -251,6 +251,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
     if (index >= cta.source.items()) return;
     to.n0 = (item.begin + stage) * kRunN;
     to.row = item.first;
+    to.rows = item.rows;
     to.batch = args.x_batch_stride == 0 ? 0 : item.weights;
     to.weights = item.weights;
     to.split = item.split;
@@ -343,7 +344,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
     uint8_t* const weights = cta.ring + slot * S::kStageBytes;
     ptx::barrier_wait(cta.empty + slot, phase);
     if (part == 0 && ptx::elect_one()) {
-      cta.copy_dy(slot, packed.n0, packed.row, packed.batch, packed.split);
+      cta.copy_dy(slot, packed.n0, packed.row, packed.rows, packed.batch, packed.split);
     }
     __syncwarp();
     if (params.simple) {
@@ -379,8 +380,8 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
   return last_split;
 }
 
-// Adds the products of an item's stages up.
-template <typename S>
+// Adds the products of an item's stages up, of its first kRows rows.
+template <int kRows, typename S>
 __device__ __forceinline__ void multiply_stages(const Cta<S>& cta, const Item& item, RingPosition<S::kStages>& at,
                                                 float (&acc)[S::kParts][S::kColumns / 2]) {
   const int warpgroup = cta.warp / 4;
@@ -395,15 +396,22 @@ __device__ __forceinline__ void multiply_stages(const Cta<S>& cta, const Item& i
 #pragma unroll
     for (int step = 0; step < kRunN / 16; ++step) {
       const int offset = step * 32 >> 4, accumulate = stage > item.begin || step > 0;
-#pragma unroll
-      for (int part = 0; part < S::kParts; ++part) {
-        const uint64_t of_part = dy + (part * S::kColumns * kRunN * 2 >> 4);
-        if constexpr (Arithmetic<typename S::X>::kBf16) {
-          ptx::WgmmaShared<S::kColumns>::bf16(acc[part], weights + offset, of_part + offset, accumulate);
-        } else {
-          ptx::WgmmaShared<S::kColumns>::f16(acc[part], weights + offset, of_part + offset, accumulate);
+      const auto multiply_part = [&](auto index) {
+        constexpr int kPart = index.value, kLeft = kRows - kPart * S::kColumns;
+        if constexpr (kLeft > 0) {
+          constexpr int kColumns = std::min(kLeft, S::kColumns);
+          auto& sums = reinterpret_cast<float (&)[kColumns / 2]>(acc[kPart]);
+          const uint64_t of_part = dy + (kPart * S::kColumns * kRunN * 2 >> 4);
+          if constexpr (Arithmetic<typename S::X>::kBf16) {
+            ptx::WgmmaShared<kColumns>::bf16(sums, weights + offset, of_part + offset, accumulate);
+          } else {
+            ptx::WgmmaShared<kColumns>::f16(sums, weights + offset, of_part + offset, accumulate);
+          }
         }
-      }
+      };
+      static_assert(S::kParts <= 2);
+      multiply_part(std::integral_constant<int, 0>{});
+      multiply_part(std::integral_constant<int, 1>{});
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
@@ -413,6 +421,20 @@ __device__ __forceinline__ void multiply_stages(const Cta<S>& cta, const Item& i
   }
   ptx::wgmma_wait<0>();
   cta.release(item, previous);
+}
+
+// Of all rows of a block, or of those that it has.
+template <typename S>
+__device__ __forceinline__ void multiply_rows(const Cta<S>& cta, const Item& item, RingPosition<S::kStages>& at,
+                                              float (&acc)[S::kParts][S::kColumns / 2]) {
+  if constexpr (S::Source::kAnyRows && S::kTokens > 64) {
+    if (item.rows <= 64) return multiply_stages<64>(cta, item, at, acc);
+    if constexpr (S::kTokens > 128) {
+      if (item.rows <= 128) return multiply_stages<128>(cta, item, at, acc);
+      if (item.rows <= 192) return multiply_stages<192>(cta, item, at, acc);
+    }
+  }
+  multiply_stages<S::kTokens>(cta, item, at, acc);
 }
 
 }  // namespace wonly::transposed_warpgroup

@@ -405,6 +405,30 @@ def test_transposed_batches_and_infinities(rng, rows):
         np.testing.assert_array_equal(found[:, 1], np.inf * weight.dense[:, 2, :, 7])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("bits", "mode", "group_size"),
+    [(4, "symmetric", 128), (4, "offsets", 32), (4, "integer_zeros", None), (8, "symmetric", 64), (4, "table", 64)],
+)
+def test_transposed_blocks_of_all_heights(rng, bits, mode, group_size, dtype):
+    """Blocks of 256 rows, of which as many are multiplied as there are: what was in the place of the others before, as
+    here NaN, changes nothing, and neither do an expert's other rows."""
+    sizes = np.array([256, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 0, 320, 511], np.int32)
+    options = {"bits": bits, "group_size": group_size, "mode": mode, "lead": (len(sizes),)}
+    weight = random_weight(rng, 1152, 200, scale_dtype=str(rng.choice([dtype, "float32"])), **options)
+    rows = int(sizes.sum()) + 5
+    ids = np.repeat(np.arange(len(sizes) + 1), [*sizes, 5])
+    dy = np.array(random_x(rng, (rows, 200), dtype))
+    dy[ids == 0] = np.nan
+    dx = np.asarray(transposed(jnp.asarray(dy), weight.qt, jnp.asarray(sizes), 1152, True))
+    assert np.isnan(dx[ids == 0]).all()
+    finite = ids > 0
+    assert_transposed_rows(dx[finite], dy[finite], weight, ids[finite])
+    part = [i for e, size in enumerate(sizes) for i in np.flatnonzero(ids == e)[: -(-int(size) // 3)]]
+    fewer = transposed(jnp.asarray(dy[part]), weight.qt, jnp.asarray(-(-sizes // 3)), 1152, True)
+    np.testing.assert_array_equal(np.asarray(fewer), dx[part])
+
+
 @pytest.mark.parametrize("rows", [6, 400])
 def test_gradient_is_one_call(rng, rows):
     """No dense weight is made for jax.grad."""
