@@ -21,8 +21,8 @@ struct LaunchShape {
   bool early = false;  // before the last kernel ends, as soon as all its CTAs let it (ptx::let_next_kernel_begin)
 };
 
-// By the driver itself, to which `arguments` points: the runtime's launch takes 0.4 us longer (docs/performance.md, log
-// 158).
+// Launches a kernel with what `arguments` point to, by the driver itself: the runtime's launch takes 0.4 us longer
+// (docs/performance.md, log 158).
 cudaError_t launch_function(const void* kernel, const LaunchShape& shape, cudaStream_t stream, void** arguments);
 
 template <typename... Args>
