@@ -426,7 +426,8 @@ def test_transposed_blocks_of_all_heights(rng, bits, mode, group_size, dtype):
     assert_transposed_rows(dx[finite], dy[finite], weight, ids[finite])
     part = [i for e, size in enumerate(sizes) for i in np.flatnonzero(ids == e)[: -(-int(size) // 3)]]
     fewer = transposed(jnp.asarray(dy[part]), weight.qt, jnp.asarray(-(-sizes // 3)), 1152, True)
-    np.testing.assert_array_equal(np.asarray(fewer).astype(np.float64), dx[part].astype(np.float64))  # NaN is NaN
+    # In float64, where NumPy takes NaN as equal.
+    np.testing.assert_array_equal(np.asarray(fewer).astype(np.float64), dx[part].astype(np.float64))
 
 
 @pytest.mark.parametrize("rows", [6, 400])
