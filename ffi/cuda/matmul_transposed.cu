@@ -113,6 +113,18 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
   return config;
 }
 
+// Rows of a block of experts' 16-bit rows. Routing that is nearly even has experts with a quarter more rows than
+// others, for which a second block would take as long as the first; of 256 rows as many are multiplied as there are
+// (docs/performance.md, ragged list, 15 and 16).
+int experts_rows(const RaggedArgs& args, const Device& device) {
+  const auto holds = [&](int rows) { return 5 * args.m <= 4 * rows * args.experts; };
+  // With weights in registers two blocks of 64 rows take little longer than one of 128, unless they are another wave.
+  const int64_t blocks = args.experts * ceil_div(args.product.k, transposed_warpgroup::kLowInputs);
+  const bool low = transposed_warpgroup::experts_in_registers(args.product) && args.m <= 64 * args.experts &&
+                   blocks > 2 * device.multiprocessors;
+  return low || holds(64) ? 64 : holds(128) ? 128 : 256;
+}
+
 }  // namespace
 
 cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream) {
@@ -173,7 +185,10 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   ragged::Work work;
   const bool float32 = args.product.x_dtype == DType::kF32;
   // The same for rows of an expert, were they spread evenly.
-  const int64_t few = !float32                        ? costs::kTransposedStreamRowsOfExpert
+  const bool few_outputs =
+      transposed_warpgroup::experts_in_registers(args.product) && args.product.n < costs::kTransposedManyOutputs;
+  const int64_t few = few_outputs                     ? costs::kTransposedStreamRowsOfExpertFewOutputs
+                      : !float32                      ? costs::kTransposedStreamRowsOfExpert
                       : has_float_shift(args.product) ? costs::kTransposedStreamRowsOfExpertShiftedFloat32
                                                       : costs::kTransposedStreamRowsOfExpertFloat32;
   const bool table = args.product.shift_mode == ShiftMode::kTable;
@@ -184,13 +199,7 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   if (device.architecture == 90 && (table || args.m > few * args.experts) &&
       transposed_warpgroup::supports(args.product) &&
       (float32 ? ragged::room_behind_plan(args) >= bytes : !ids || ragged::can_order(rows))) {
-    const int most = float32 ? 128 : 256;
-    // Routing that is nearly even has experts with a quarter more rows than others, for which a second block would take
-    // as long as the first; of 256 rows as many are multiplied as there are (docs/performance.md, ragged list, 15).
-    const auto holds = [&](int rows) {
-      return float32 ? args.m <= rows * args.experts : 5 * args.m <= 4 * rows * args.experts;
-    };
-    const int tokens = holds(64) ? 64 : holds(128) ? 128 : most;
+    const int tokens = !float32 ? experts_rows(args, device) : args.m <= 64 * args.experts ? 64 : 128;
     if (cudaError_t error = ragged::plan(args, tokens, ids, shared, stream, &work); error != cudaSuccess) return error;
     MatmulArgs product = args.product;
     if (float32) {
@@ -253,6 +262,8 @@ bool in_registers(const MatmulArgs& args) {
   return args.x_dtype != DType::kF32 && args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype &&
          (log2 < 0 || log2 >= 2) && reinterpret_cast<uintptr_t>(args.scales) % 16 == 0;
 }
+
+bool experts_in_registers(const MatmulArgs& args) { return args.bits == 4 && in_registers(args); }
 
 }  // namespace transposed_warpgroup
 

@@ -82,6 +82,9 @@ constexpr int64_t parameter_entries(const MatmulArgs& args, int64_t batch) {
 // Whether weights are wgmma's operand in registers: symmetric codes, scales of dy's type, groups of 128 inputs or more,
 // and for eight bits few tokens.
 bool in_registers(const MatmulArgs& args);
+// The same of experts' weights, whose eight bits are faster in shared memory; inputs of a block of 64 rows then.
+bool experts_in_registers(const MatmulArgs& args);
+constexpr int kLowInputs = 256;
 // Of a block, then; the stages of eight bits and 256 tokens are too large to have enough of them.
 constexpr int most_register_tokens(int bits) { return bits == 4 ? 256 : 128; }
 

@@ -35,6 +35,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/cluster_tiles.cuh"
 #include "cuda/division.h"
 #include "cuda/element.cuh"
 #include "cuda/exact_sum.cuh"
@@ -51,7 +52,7 @@
 namespace wonly::transposed_warpgroup {
 
 template <typename S>
-constexpr int kRunBytes = kWarps * S::kTiles * 32 * 16;  // sums of a CTA's block for eight tokens
+constexpr int kRunBytes = S::kWarps * S::kTiles * 32 * 16;  // sums of a CTA's block for eight tokens
 template <typename S>
 constexpr int kStoredTokens = std::min(S::kStagingTokens, S::kTokens / 2);  // by the copy engine at a time
 constexpr int kMostParts = 4;                                               // in which two CTAs exchange their sums
@@ -64,6 +65,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using X = typename S::X;
   constexpr int kStages = S::kStages;
+  // Warpgroups can only have the registers that a CTA is launched with: they would wait for others for ever.
+  constexpr int kOfConsumers = S::kConsumers * 128, kLaunched = kRegisters / S::kThreads / 8 * 8 * S::kThreads;
+  static_assert(!S::kMovesRegisters ||
+                kOfConsumers * S::kConsumerRegisters + (S::kThreads - kOfConsumers) * S::kProducerRegisters <=
+                    kLaunched);
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* full = reinterpret_cast<uint64_t*>(shared);
   uint64_t* empty = full + kStages;
@@ -79,7 +85,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   if (threadIdx.x == S::kThreads - 32) {
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(full + i, S::kArrivals);
-      ptx::barrier_init(empty + i, kWarps * params.partners * ptx::kArrivals);
+      ptx::barrier_init(empty + i, S::kWarps * params.partners * ptx::kArrivals);
     }
     for (int i = 0; i < kMostParts; ++i) ptx::barrier_init(received + i, 1);
     ptx::barrier_init_fence();
@@ -93,7 +99,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   const Cta<S> cta{params, dy_map, dy_last, source, full, empty, ring, warp, lane, rank, static_cast<int>(blockIdx.x)};
 
-  if (warp >= kWarps) {
+  if (warp >= S::kWarps) {
     if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kProducerRegisters>();
     bool last_split;
     if constexpr (S::kFloat32) ptx::wait_for_last_kernel();
@@ -124,11 +130,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     [[maybe_unused]] const uint8_t* table = nullptr;
     if constexpr (S::kFloat32) {
       if constexpr (S::kTable) {
-        static_assert(kConsumers * 128 == kTablePairs);
+        static_assert(S::kConsumers * 128 == kTablePairs);
         table = shared + S::kTableAt;
         undo_table = prepare_table<X, 2, kTableTop>(static_cast<const float*>(args.shift), shared + S::kTableAt,
                                                     static_cast<int>(threadIdx.x));
-        ptx::named_sync<3, kConsumers * 128>();
+        ptx::named_sync<kConsumersBarrier, S::kConsumers * 128>();
       }
       ptx::wait_for_last_kernel();
     }
@@ -200,11 +206,86 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       }
     };
+    // An item's rows, rounded, wherever they are in the result: places of 64 of them are on their way from memory while
+    // the 64 before are written.
+    const auto store_rows = [&]([[maybe_unused]] const Item& item) {
+      if constexpr (!S::kFloat32 && !S::Source::kBulkStores) {
+        static_assert(S::kTiles == 1);
+        constexpr int kAtOnce = S::kStagingTokens, kPlaces = kAtOnce / 16;
+        const tiles::ConsumerOf<S::kConsumers> me{warpgroup, warp % 4};
+        int places[kPlaces];
+        const auto find_places = [&](int first) {
+          if (first >= item.rows) return;
+#pragma unroll
+          for (int i = 0; i < kPlaces; ++i) {
+            places[i] = static_cast<int>(source.row(item, min(first + 16 * i + me.stored_row(), item.rows - 1)));
+          }
+        };
+        const auto pack = [&](int i) {
+          const float* const two = sums_of(0, i / 4) + i % 4;
+          return from_float2<X>(two[0] * S::kUnscale, two[1] * S::kUnscale);
+        };
+        find_places(0);
+        me.template store_placed<S::kTokens, kAtOnce>(static_cast<int>(args.k), static_cast<uint16_t*>(args.y),
+                                                      item.k0 + warpgroup * 64, item.rows,
+                                                      reinterpret_cast<float*>(staging), pack, [&](int i) {
+                                                        const int place = places[i % kPlaces];
+                                                        if (i % kPlaces == kPlaces - 1) find_places(16 * i + 16);
+                                                        return place;
+                                                      });
+      }
+    };
+    // The same in float32.
+    const auto store_wide_rows = [&]([[maybe_unused]] const Item& item) {
+      if constexpr (!S::kFloat32) {
+        constexpr int kAtOnce = std::min(32, S::kStagingBytes / (64 * 4)), kEach = kAtOnce / 8;
+        static_assert(S::kTokens % kAtOnce == 0);
+        // Fours of a row's 64 inputs, in an order without conflicts: rows 2 t and 2 t + 1 of eight are a thread's.
+        float4* const fours = reinterpret_cast<float4*>(staging);
+        const int row = thread / 16, four = thread % 16, order = row / 2 % 4 * 2;
+#pragma unroll
+        for (int tile = 0; tile < S::kTiles; ++tile) {
+          const int64_t k = item.k0 + warpgroup * S::kTiles * 64 + (four / 4 * S::kTiles + tile) * 16 + four % 4 * 4;
+#pragma unroll
+          for (int first = 0; first < S::kTokens; first += kAtOnce) {
+            if (first >= item.rows) break;
+            sync();
+#pragma unroll
+            for (int i = 0; i < kAtOnce / 8 * 4; ++i) {
+              const int input = warp % 4 * 16 + i % 4 / 2 * 8 + g;
+              reinterpret_cast<float*>(fours + (i / 4 * 8 + 2 * t + i % 2) * 16 + (input / 4 ^ t * 2))[input % 4] =
+                  sums_of(tile, first / 8 + i / 4)[i % 4] * S::kUnscale;
+            }
+            int64_t places[kEach];
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+              places[i] = source.row(item, min(first + i * 8 + row, item.rows - 1));
+            }
+            sync();
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) {
+              if (first + i * 8 + row >= item.rows || k >= args.k) break;
+              const float4 v = fours[(i * 8 + row) * 16 + (four ^ order)];
+              float* const to = static_cast<float*>(args.y) + places[i] * args.k + k;
+              if (args.k % 4 == 0) {
+                *reinterpret_cast<float4*>(to) = v;
+                continue;
+              }
+              const float each[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+              for (int j = 0; j < 4; ++j) {
+                if (k + j < args.k) to[j] = each[j];
+              }
+            }
+          }
+        }
+      }
+    };
     for (int index = cta.first_item; index < source.items(); index += params.clusters) {
-      const Item item = source.item(index, rank);
+      Item item = source.item(index, rank);
       if (item.weights < 0) {
         const int inputs = static_cast<int>(min(args.k - item.k0, static_cast<int64_t>(S::kBlockK)));
-        for (int i = warp; i < item.rows; i += kWarps) {
+        for (int i = warp; i < item.rows; i += S::kWarps) {
           const int64_t to = source.row(item, i) * args.k + item.k0;
           for (int k = lane; k < inputs; k += 32) store_element(args.y, to + k, 0.f, args.y_dtype);
         }
@@ -220,11 +301,25 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         sync();  // all have read those of the item before
         if (thread < S::kTokens) undo_dy[thread] = of_token;
         sync();
-      } else if constexpr (S::kInRegisters) {
-        multiply_stages_in_registers(cta, item, at, acc);
       } else {
-        multiply_rows(cta, item, at, acc);
+        with_rows<S>(item, [&](auto rows) {
+          if constexpr (S::kInRegisters) {
+            float sums[S::kTiles][rows.value / 2];
+            multiply_stages_in_registers<rows.value>(cta, item, at, sums);
+#pragma unroll
+            for (int tile = 0; tile < S::kTiles; ++tile) {
+              ptx::keep(sums[tile]);
+#pragma unroll
+              for (int i = 0; i < S::kTokens / 2; ++i) {
+                acc[tile][i] = i < rows.value / 2 ? sums[tile][i < rows.value / 2 ? i : 0] : 0.f;
+              }
+            }
+          } else {
+            multiply_stages<rows.value>(cta, item, at, acc);
+          }
+        });
       }
+      if constexpr (S::Source::kAnyRows) item = source.item(index, rank);  // again: products leave no registers for it
 #pragma unroll
       for (auto& sums : acc) ptx::keep(sums);  // nobody reads them earlier
 
@@ -248,7 +343,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       };
       if (!S::Source::kSplits || !item.split) {
-        if (wide) {
+        if constexpr (S::kFloat32) {
           // Through shared memory that a thread has to itself, for one loop instead of a store for every register.
           constexpr int kRuns = S::kTokens / 8, kAtOnce = std::min(kRuns, S::kStagingBytes / (128 * 16));
           static_assert(kRuns % kAtOnce == 0);
@@ -270,7 +365,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               }
             }
           }
-        } else if constexpr (!S::kFloat32) {
+        } else if (wide) {
+          store_wide_rows(item);
+        } else if (!S::Source::kBulkStores && params.rows_of_16_bytes) {
+          store_rows(item);
+        } else {
 #pragma unroll
           for (int first = 0; first < S::kTokens; first += S::kStagingTokens) {
             if (first >= item.rows) break;
@@ -312,7 +411,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         __syncwarp();
         if (thread == 0) ptx::tensor_stores_wait();
         const auto sums_at = [&](int run, int tile) {
-          return reinterpret_cast<float4*>(ring + run * kRunBytes<S>) + tile * kWarps * 32 + threadIdx.x;
+          return reinterpret_cast<float4*>(ring + run * kRunBytes<S>) + tile * S::kWarps * 32 + threadIdx.x;
         };
         if (two) {
           ptx::cluster_meet();  // nobody reads the stages any more
@@ -357,7 +456,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           }
         } else {
           // Nobody here reads the stages any more: what others of the cluster wait for.
-          ptx::named_sync<3, kConsumers * 128>();
+          ptx::named_sync<kConsumersBarrier, S::kConsumers * 128>();
           ptx::cluster_arrive();
           // To one or two others from registers, to more in one piece each.
           const bool direct = params.cluster <= 3;
@@ -381,7 +480,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           }
           if (!direct) {
             ptx::fence_shared_for_async();
-            ptx::named_sync<3, kConsumers * 128>();
+            ptx::named_sync<kConsumersBarrier, S::kConsumers * 128>();
             ptx::cluster_wait();
             if (warp < params.cluster && warp != rank && ptx::elect_one()) {
               const int bytes = count_of(warp) * kRunBytes<S>;
@@ -545,9 +644,10 @@ template <typename X, typename Launch>
 cudaError_t with_register_shape(const MatmulArgs& args, int tokens, Launch&& launch) {
   const auto with_bits = [&](auto tokens) {
     if constexpr (tokens.value <= most_register_tokens(8)) {
-      if (args.bits == 8) return launch(static_cast<RegisterShape<X, 8, tokens.value>*>(nullptr));
+      if (args.bits == 8) return launch(static_cast<RegisterShape<Consecutive, X, 8, tokens.value>*>(nullptr));
     }
-    return args.bits == 4 ? launch(static_cast<RegisterShape<X, 4, tokens.value>*>(nullptr)) : cudaErrorInvalidValue;
+    return args.bits == 4 ? launch(static_cast<RegisterShape<Consecutive, X, 4, tokens.value>*>(nullptr))
+                          : cudaErrorInvalidValue;
   };
   switch (tokens) {
     case 32:

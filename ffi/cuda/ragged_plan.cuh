@@ -195,6 +195,59 @@ __device__ inline void sort_spans(Span* spans, int count, int tile_rows) {
   }
 }
 
+// Up to as many experts have their tiles sorted: room for their spans, and for those in two parts.
+constexpr int kSortedTiles = (kOwnExperts - 2) / 3;
+constexpr int sorted_plan_bytes(int experts) { return plan_bytes(experts <= kSortedTiles ? 3 * experts + 2 : experts); }
+
+// One warp: behind the spans, what they have of whole tiles, then their tails by falling height. A tile's rows are a
+// power of two.
+__device__ inline void sort_tiles(Span* spans, int count, int tile_rows) {
+  const int lane = threadIdx.x % 32;
+  const auto tail_of = [&](int i) { return i < count ? spans[i].rows & (tile_rows - 1) : 0; };
+  const auto height = [&](int i) { return tiles_of(tail_of(i), tile_rows / kHeights); };
+  int tiles = 0, at[kHeights + 1] = {};  // where tails of a height begin
+  for (int base = 0; base < count; base += 32) {
+    const int i = base + lane, whole = i < count ? spans[i].rows / tile_rows : 0;
+    const int to = static_cast<int>(sum_to_lane(whole, 0x7fffffffu));
+    if (i < count) spans[count + i] = {spans[i].expert, spans[i].first, whole * tile_rows, tiles + to - whole};
+    tiles += __shfl_sync(kAllLanes, to, 31);
+#pragma unroll
+    for (int h = 1; h <= kHeights; ++h) at[h - 1] += __popc(__ballot_sync(kAllLanes, height(i) >= h));
+  }
+  for (int i = at[0] + lane; i < count; i += 32) spans[2 * count + i] = {-1, 0, 0, 0x7fffffff};  // no tail
+  for (int base = 0; base < count; base += 32) {
+    const int i = base + lane, mine = height(i);
+#pragma unroll
+    for (int h = 1; h <= kHeights; ++h) {
+      const unsigned same = __ballot_sync(kAllLanes, mine == h);
+      const int to = at[h] + __popc(same & ((1u << lane) - 1u));
+      if (mine == h) {
+        const int tail = tail_of(i);
+        spans[2 * count + to] = {spans[i].expert, spans[i].first + spans[i].rows - tail, tail, tiles + to};
+      }
+      at[h] += __popc(same);
+    }
+  }
+}
+
+// Whether get_plan's spans are in the CTA's shared memory, with room for what sort_tiles writes.
+__device__ __forceinline__ bool can_sort_tiles(const Plan& plan, const Work& work, const Span* own) {
+  return plan.spans == own && work.experts <= kSortedTiles;
+}
+
+// What one of several clusters takes of sorted tiles: forward and backward in turns, so that all have about as much to
+// do.
+struct Turns {
+  int cluster, clusters;
+
+  __device__ int place(int wave) const { return wave % 2 == 0 ? cluster : clusters - 1 - cluster; }
+  __device__ int tile(int wave) const { return wave * clusters + place(wave); }
+  __device__ int count(int tiles) const {
+    const int waves = tiles / clusters;
+    return waves + (place(waves) < tiles - waves * clusters);
+  }
+};
+
 // One warp: the span that tile `tile` < tile_count belongs to.
 __device__ inline Span find_span(const Plan& plan, int tile) {
   const int lane = threadIdx.x % 32;

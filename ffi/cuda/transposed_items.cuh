@@ -1,6 +1,8 @@
 // What the CTAs of matmul_transposed_warpgroup.cuh work on: blocks of a product's inputs and tokens, and their stages.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/division.h"
 #include "cuda/matmul_transposed.h"
 #include "cuda/ptx_sm90.cuh"
@@ -8,12 +10,13 @@
 
 namespace wonly::transposed_warpgroup {
 
-constexpr int kConsumers = 2;  // warpgroups
-constexpr int kWarps = kConsumers * 4;
+constexpr int kConsumers = 2;         // warpgroups that multiply, of most kernels
+constexpr int kConsumersBarrier = 5;  // of all of them, beside one of each
 constexpr int kBarrierBytes = 1024;
 constexpr int kMostSharedBytes = 227 << 10;
-constexpr int kRunN = 64;        // outputs that are summed over at a time
-constexpr int kRunOfTokens = 8;  // blocks of tokens that run beside each other with the same weights
+constexpr int kRegisters = 64 << 10;  // of a multiprocessor
+constexpr int kRunN = 64;             // outputs that are summed over at a time
+constexpr int kRunOfTokens = 8;       // blocks of tokens that run beside each other with the same weights
 
 // What a cluster works on: a block for every CTA, or one for all of them, of which each has some stages.
 struct Item {
@@ -63,6 +66,19 @@ __device__ __forceinline__ int group_of_fragment(const Params<Source>& params, i
 // Rows of dy that are copied at a time where blocks may have any number of rows, of which as many are multiplied as
 // there are, in steps of so many; 0: a partner's part of a block. Low blocks have nothing to gain.
 constexpr int box_rows(int tokens, bool any_rows) { return any_rows && tokens == 256 ? 64 : 0; }
+
+// Calls `multiply` with the rows of a block that are multiplied: all, or in steps of 64 as many as it has.
+template <typename S, typename Multiply>
+__device__ __forceinline__ void with_rows(const Item& item, Multiply&& multiply) {
+  if constexpr (S::Source::kAnyRows && S::kTokens > 64) {
+    if (item.rows <= 64) return multiply(std::integral_constant<int, 64>{});
+    if constexpr (S::kTokens > 128) {
+      if (item.rows <= 128) return multiply(std::integral_constant<int, 128>{});
+      if (item.rows <= 192) return multiply(std::integral_constant<int, 192>{});
+    }
+  }
+  multiply(std::integral_constant<int, S::kTokens>{});
+}
 
 // Blocks of tokens that follow each other. The first `whole` items are a block for each partner; the rest are split.
 struct Consecutive {

@@ -54,24 +54,30 @@ struct PairConverter {
   __device__ static uint32_t times(uint32_t number, uint32_t scale) { return fma(number, scale, kNothing); }
 };
 
-template <typename X_, int kBits_, int kTokens_>
+template <typename Source_, typename X_, int kBits_, int kTokens_>
 struct RegisterShape {
-  using Source = Consecutive;
+  using Source = Source_;
   using X = X_;
   static constexpr bool kInRegisters = true, kMovesRegisters = true, kFloat32 = false;
-  static constexpr int kConsumerRegisters = 224, kProducerRegisters = 56;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
-  static constexpr int kBlockK = block_inputs(kTokens, true);
+  // Four for few rows of experts, whose blocks end often.
+  static constexpr int kConsumers = Source::kAnyRows && kTokens == 64 ? 4 : transposed_warpgroup::kConsumers;
+  static constexpr int kWarps = kConsumers * 4;
+  static constexpr int kBlockK = kConsumers == 4 ? kLowInputs : block_inputs(kTokens, true);
   static constexpr int kTiles = kBlockK / (kConsumers * 64);  // of 64 inputs, of a warpgroup
   static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : Source::kAnyRows ? 232 : 224;
+  static constexpr int kProducerRegisters = kConsumers == 4 ? 32 : Source::kAnyRows ? 40 : 56;
   static constexpr int kColumns = kTokens, kParts = 1, kPieces = 1;
+  // In which a stage is scaled and multiplied: several numbers of rows in one kernel leave fewer registers.
+  static constexpr int kHalves = Source::kAnyRows && kTokens == 256 ? 2 : 1;
   static constexpr int kOutputs = stage_outputs(kTokens, true), kRuns = kOutputs / kRunN;
   static constexpr int kDyAt = 0, kRunDyBytes = kTokens * kRunN * 2, kDyBytes = kRuns * kRunDyBytes;
   static constexpr int kPackedTiles = kBlockK / tile_k(kBits), kRunWeightBytes = kPackedTiles * kTileBytes;
   static constexpr int kWeightsAt = kDyBytes, kScalesAt = kWeightsAt + kRuns * kRunWeightBytes;
-  static constexpr int kScaleBytes = kOutputs * 2;  // of a row
-  static constexpr int kStageBytes = (kScalesAt + kTiles * kScaleBytes + 1023) / 1024 * 1024;
+  static constexpr int kScaleBytes = kOutputs * 2, kScaleRows = kBlockK / 128;
+  static constexpr int kStageBytes = (kScalesAt + kScaleRows * kScaleBytes + 1023) / 1024 * 1024;
   static constexpr int kStagingTokens = std::min(kTokens, Source::kStagingTokens / kTiles);
   static constexpr int kStagingBytes = kStagingTokens * kTiles * 128;  // of one warpgroup
   static constexpr int kMostStages = 12;
@@ -154,18 +160,18 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   // In 32 bits: the first copies wait for this.
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
   const int outputs = static_cast<int>(args.n), last_group = static_cast<int>(args.groups) - 1;
-  const bool two_rows = S::kTiles == 2 && params.log2_group_blocks == 2;
+  const bool two_rows = S::kScaleRows == 2 && params.log2_group_blocks == 2;
   int rows_of_scales = two_rows ? 2 : 1;
   if (S::kFloat32 && params.log2_group_blocks >= 0) rows_of_scales = max(1, 4 >> params.log2_group_blocks);
   bool last_split = false;
-  if (cta.warp == kWarps && cta.lane == 0) ptx::prefetch_map(&cta.dy_map);
+  if (cta.warp == S::kWarps && cta.lane == 0) ptx::prefetch_map(&cta.dy_map);
   cta.wait_for_barriers();
   RingPosition<S::kStages> at;
   for (int index = cta.first_item; index < cta.source.items(); index += params.clusters) {
     const Item item = cta.source.item(index, cta.rank);
     if (item.weights < 0) continue;  // nobody waits for it
     last_split = item.split;
-    if (cta.warp == kWarps) {
+    if (cta.warp == S::kWarps) {
       const int batch = args.x_batch_stride == 0 ? 0 : item.weights;
       for (int stage = item.begin; stage < item.end; ++stage, at.advance()) {
         ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
@@ -174,7 +180,7 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
       }
       continue;
     }
-    if (cta.warp > kWarps + 1) continue;
+    if (cta.warp > S::kWarps + 1) continue;
     const int first_tile = item.k0 / tile_k(S::kBits);
     const int weight_bytes = max(0, min(S::kPackedTiles, k_tiles - first_tile)) * kTileBytes;
     const uint32_t next_run = k_tiles * kTileWords;
@@ -225,15 +231,15 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   return last_split;
 }
 
-// Adds the products of an item's stages up.
-template <typename S>
+// Adds the products of an item's stages up, of its first kRows rows.
+template <int kRows, typename S>
 __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, const Item& item,
                                                              RingPosition<S::kStages>& at,
-                                                             float (&acc)[S::kTiles][S::kTokens / 2]) {
+                                                             float (&acc)[S::kTiles][kRows / 2]) {
   using C = PairConverter<typename S::X, S::kBits>;
   using F = Fragments<S>;
   const F fragments(cta.warp);
-  const int scale_row = cta.params.log2_group_blocks == 2 ? cta.warp / 4 * (S::kTiles - 1) : 0;
+  const int scale_row = cta.params.log2_group_blocks == 2 ? cta.warp * S::kTiles / 8 : 0;
   const int scales_at = S::kScalesAt + scale_row * S::kScaleBytes + cta.lane / 8 * 16;
 
   // In registers: the compiler would find them again for each stage.
@@ -265,33 +271,36 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
       }
     }
   };
-  const auto scale = [&](uint32_t (&to)[kAtomsPerTile][S::kTiles][4]) {
+  // Of all atoms, or of some from one on.
+  const auto scale = [&](auto& to, int first_atom = 0) {
 #pragma unroll
-    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
+    for (int i = 0; i < static_cast<int>(std::extent_v<std::remove_reference_t<decltype(to)>>); ++i) {
+      const int atom = first_atom + i;
 #pragma unroll
       for (int word = 0; word < F::kMoved; ++word) {
 #pragma unroll
-        for (int i = 0; i < F::kPairs; ++i) {
-          const int half = F::half_of(word, i);
-          to[atom][F::tile_of(word, i)][half * 2 + i % 2] = C::times(numbers[atom][word][i], scales[atom * 2 + half]);
+        for (int pair = 0; pair < F::kPairs; ++pair) {
+          const int half = F::half_of(word, pair);
+          to[i][F::tile_of(word, pair)][half * 2 + pair % 2] =
+              C::times(numbers[atom][word][pair], scales[atom * 2 + half]);
         }
       }
     }
   };
   const uint64_t first_dy = ptx::wgmma_descriptor(cta.ring + S::kDyAt);
   const uint32_t high = first_dy >> 32, low = static_cast<uint32_t>(first_dy);
-  const auto multiply = [&](const uint32_t (&with)[kAtomsPerTile][S::kTiles][4], int run, bool first) {
+  const auto multiply = [&](const auto& with, int run, bool first, int first_atom = 0) {
     const uint64_t dy = static_cast<uint64_t>(high) << 32 | (low + (stage_at >> 4) + (run * S::kRunDyBytes >> 4));
     ptx::wgmma_fence();
 #pragma unroll
-    for (int atom = 0; atom < kAtomsPerTile; ++atom) {
-      const int accumulate = !first || atom > 0;
+    for (int i = 0; i < static_cast<int>(std::extent_v<std::remove_reference_t<decltype(with)>>); ++i) {
+      const int atom = first_atom + i, accumulate = !first || atom > 0;
 #pragma unroll
       for (int tile = 0; tile < S::kTiles; ++tile) {
         if constexpr (C::kBf16) {
-          ptx::Wgmma<S::kTokens>::bf16(acc[tile], with[atom][tile], dy + (atom * 32 >> 4), accumulate);
+          ptx::Wgmma<kRows>::bf16(acc[tile], with[i][tile], dy + (atom * 32 >> 4), accumulate);
         } else {
-          ptx::Wgmma<S::kTokens>::f16(acc[tile], with[atom][tile], dy + (atom * 32 >> 4), accumulate);
+          ptx::Wgmma<kRows>::f16(acc[tile], with[i][tile], dy + (atom * 32 >> 4), accumulate);
         }
       }
     }
@@ -300,7 +309,7 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
 
   // Once the registers of the weights before the last may be written nothing is left to do but to scale, as the tensor
   // cores may be waiting already: all else happens while products run.
-  uint32_t weights[2][kAtomsPerTile][S::kTiles][4];
+  uint32_t weights[2][kAtomsPerTile / S::kHalves][S::kTiles][4];
   const auto release = [&](uint64_t* barrier, bool filled) {
     __syncwarp();
     ptx::barrier_arrive_twice(barrier, filled && own[2], filled && own[3], own[4]);
@@ -332,6 +341,27 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
       }
       ptx::wgmma_wait<1>();
       if (left <= 0) break;
+    }
+    ptx::wgmma_wait<0>();
+    release(done, true);
+  } else if constexpr (S::kHalves == 2) {
+    constexpr int kSecond = kAtomsPerTile / 2;
+    int left = item.end - item.begin;
+    uint64_t* done = cta.empty;  // of the stage before
+#pragma unroll 1
+    for (bool first = true;; first = false) {
+      scale(weights[0]);
+      multiply(weights[0], 0, first);
+      ptx::wgmma_wait<1>();
+      release(done, !first);
+      scale(weights[1], kSecond);
+      multiply(weights[1], 0, false, kSecond);
+      done = cta.empty + at.slot;
+      advance();
+      if (--left == 0) break;
+      wait_full();
+      load(0);
+      ptx::wgmma_wait<1>();
     }
     ptx::wgmma_wait<0>();
     release(done, true);

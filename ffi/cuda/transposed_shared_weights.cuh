@@ -32,6 +32,7 @@ struct SharedShape {
   static constexpr int kGroups = kGroups_;  // rows of scales of a block: 1, or 4 where groups are of 32 or 64 inputs
   // Warpgroups that convert, in turns: as many as leave registers for the accumulators.
   static constexpr int kProducers = kTokens < 256 && kBits == 4 && kGroups == 1 ? 3 : 2;
+  static constexpr int kConsumers = transposed_warpgroup::kConsumers, kWarps = kConsumers * 4;
   static constexpr int kThreads = (kConsumers + kProducers) * 128;
   // The accumulators of 256 tokens take registers from the producers.
   static constexpr bool kMovesRegisters = kTokens == 256 || kProducers == 3;
@@ -421,20 +422,6 @@ __device__ __forceinline__ void multiply_stages(const Cta<S>& cta, const Item& i
   }
   ptx::wgmma_wait<0>();
   cta.release(item, previous);
-}
-
-// Of all rows of a block, or of those that it has.
-template <typename S>
-__device__ __forceinline__ void multiply_rows(const Cta<S>& cta, const Item& item, RingPosition<S::kStages>& at,
-                                              float (&acc)[S::kParts][S::kColumns / 2]) {
-  if constexpr (S::Source::kAnyRows && S::kTokens > 64) {
-    if (item.rows <= 64) return multiply_stages<64>(cta, item, at, acc);
-    if constexpr (S::kTokens > 128) {
-      if (item.rows <= 128) return multiply_stages<128>(cta, item, at, acc);
-      if (item.rows <= 192) return multiply_stages<192>(cta, item, at, acc);
-    }
-  }
-  multiply_stages<S::kTokens>(cta, item, at, acc);
 }
 
 }  // namespace wonly::transposed_warpgroup

@@ -14,7 +14,7 @@ from experts_cases import (
     check_rows_on_device,
     sizes_of,
 )
-from reference import DTYPES, MODES, UNITS, Weight, random_weight, random_x, rounding
+from reference import DTYPES, MODES, UNITS, Weight, as_kernels_see_it, random_weight, random_x, rounding
 
 import jax_wonly as jw
 from jax_wonly import _cuda_dispatch
@@ -264,7 +264,9 @@ def transposed(dy, qt, rows, k, by_sizes, implementation="cuda"):
 
 def assert_transposed_rows(dx, dy, weight, ids):
     """Row by row in float64; 16-bit weights are rounded to the type of dy, as offsets are before they are added, and
-    so is the result."""
+    so is the result; before all a table, whose few roundings are no random walk."""
+    if weight.qt.table is not None and dy.dtype != np.float32:
+        weight = as_kernels_see_it(weight, str(dy.dtype))
     dy64, got = np.asarray(dy).astype(np.float64), np.asarray(dx).astype(np.float64)
     assert dx.dtype == dy.dtype and got.shape == (len(dy64), weight.dense.shape[1])
     worst = 0.0
@@ -410,24 +412,55 @@ def test_transposed_batches_and_infinities(rng, rows):
     ("bits", "mode", "group_size"),
     [(4, "symmetric", 128), (4, "offsets", 32), (4, "integer_zeros", None), (8, "symmetric", 64), (4, "table", 64)],
 )
-def test_transposed_blocks_of_all_heights(rng, bits, mode, group_size, dtype):
-    """Blocks of 256 rows, of which as many are multiplied as there are: what was in the place of the others before, as
-    here NaN, changes nothing, and neither do an expert's other rows."""
+@pytest.mark.parametrize("k", [1152, 976, 333])
+@pytest.mark.parametrize("block", [64, 128, 256])
+def test_transposed_blocks_of_all_heights(rng, bits, mode, group_size, dtype, block, k):
+    """Blocks of up to 64, 128 or 256 rows, of which as many are multiplied as there are: what was in the place of the
+    others before, as here NaN, changes nothing, and neither do an expert's other rows. 976 inputs are whole pairs of
+    blocks, 333 are not whole rows of 16 bytes."""
+    if group_size is not None and k % group_size:
+        group_size = None
     sizes = np.array([256, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 0, 320, 511], np.int32)
+    sizes = np.minimum(sizes, block) if block < 256 else sizes  # 51 rows of an expert, or 92, or 172
     options = {"bits": bits, "group_size": group_size, "mode": mode, "lead": (len(sizes),)}
-    weight = random_weight(rng, 1152, 200, scale_dtype=str(rng.choice([dtype, "float32"])), **options)
+    weight = random_weight(rng, k, 200, scale_dtype=str(rng.choice([dtype, "float32"])), **options)
     rows = int(sizes.sum()) + 5
     ids = np.repeat(np.arange(len(sizes) + 1), [*sizes, 5])
     dy = np.array(random_x(rng, (rows, 200), dtype))
     dy[ids == 0] = np.nan
-    dx = np.asarray(transposed(jnp.asarray(dy), weight.qt, jnp.asarray(sizes), 1152, True))
+    dx = np.asarray(transposed(jnp.asarray(dy), weight.qt, jnp.asarray(sizes), k, True))
     assert np.isnan(dx[ids == 0]).all()
     finite = ids > 0
     assert_transposed_rows(dx[finite], dy[finite], weight, ids[finite])
     part = [i for e, size in enumerate(sizes) for i in np.flatnonzero(ids == e)[: -(-int(size) // 3)]]
-    fewer = transposed(jnp.asarray(dy[part]), weight.qt, jnp.asarray(-(-sizes // 3)), 1152, True)
+    fewer = transposed(jnp.asarray(dy[part]), weight.qt, jnp.asarray(-(-sizes // 3)), k, True)
     # In float64, where NumPy takes NaN as equal.
     np.testing.assert_array_equal(np.asarray(fewer).astype(np.float64), dx[part].astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("bits", "mode", "group_size"), [(4, "symmetric", 128), (8, "offsets", 64)])
+@pytest.mark.parametrize(("k", "tokens", "top"), [(640, 300, 2), (333, 90, 3), (1022, 700, 2), (256, 20, 4)])
+def test_gradients_of_shared_rows_add_up(rng, k, tokens, top, bits, mode, group_size, dtype):
+    """What several experts contribute to a token's cotangent is added in float32, and rounded once."""
+    weight = random_weight(
+        rng, k, 136, bits=bits, group_size=group_size if k % 128 == 0 else None, mode=mode, lead=(6,)
+    )
+    ids = rng.integers(-1, 7, (tokens, top)).astype(np.int32)
+    dy = random_x(rng, (tokens * top, 136), dtype).reshape(tokens, top, 136)
+    x = jax.ShapeDtypeStruct((tokens, k), dy.dtype)
+    product = jax.linear_transpose(lambda x: jw.gather_matmul(x[:, None], weight.qt, jnp.asarray(ids)), x)
+    (dx,) = jax.jit(product)(dy)
+    rows = jax.linear_transpose(
+        lambda x: jw.gather_matmul(x, weight.qt, jnp.asarray(ids.reshape(-1))),
+        jax.ShapeDtypeStruct((tokens * top, k), dy.dtype),
+    )
+    (each,) = jax.jit(rows)(dy.reshape(-1, 136))
+    assert_transposed_rows(each, dy.reshape(-1, 136), weight, ids.reshape(-1))
+    each = np.asarray(each).astype(np.float64).reshape(tokens, top, k)
+    bound = 1.1 * UNITS[dtype] * (np.abs(each).sum(1) + np.abs(each.sum(1))) + 1e-6
+    assert dx.dtype == dy.dtype
+    assert (np.abs(np.asarray(dx).astype(np.float64) - each.sum(1)) <= bound).all()
 
 
 @pytest.mark.parametrize("rows", [6, 400])
