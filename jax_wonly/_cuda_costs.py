@@ -187,8 +187,6 @@ class Transposed(NamedTuple):
     stream_tokens: int
     stream_tokens_float32: int
     stream_rows_of_expert: int
-    stream_rows_of_expert_few_outputs: int  # of less than ``many_outputs``, and with weights in registers otherwise
-    many_outputs: int
     stream_rows_of_expert_float32: int
     stream_rows_of_expert_shifted_float32: int  # with float zeros or offsets
 

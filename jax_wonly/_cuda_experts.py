@@ -133,17 +133,9 @@ def _takes_transposed(p: Product) -> bool:
     return p.n % 8 == 0 and _cuda_dispatch.has_warpgroups()
 
 
-def _in_registers(p: Product) -> bool:
-    """Whether it keeps weights in registers: ``transposed_warpgroup::experts_in_registers`` there."""
-    symmetric = p.shift_mode == ShiftMode.NONE and not p.table and not p.small_groups
-    return p.bits == 4 and symmetric and not p.split and p.scale_dtype == p.x_dtype
-
-
 def _streams_transposed(p: Product) -> bool:
     """Whether they are few enough to be streamed."""
     few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert
-    if _in_registers(p) and p.n < _cuda_dispatch.TRANSPOSED.many_outputs:
-        few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_few_outputs
     if p.split:
         few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_float32
         if p.shifted:

@@ -118,10 +118,11 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
 // (docs/performance.md, ragged list, 15 and 16).
 int experts_rows(const RaggedArgs& args, const Device& device) {
   const auto holds = [&](int rows) { return 5 * args.m <= 4 * rows * args.experts; };
-  // With weights in registers two blocks of 64 rows take little longer than one of 128, unless they are another wave.
+  // With weights in registers two blocks of 64 rows take little longer than one of 128, but where they are another wave
+  // of few.
   const int64_t blocks = args.experts * ceil_div(args.product.k, transposed_warpgroup::kLowInputs);
   const bool low = transposed_warpgroup::experts_in_registers(args.product) && args.m <= 64 * args.experts &&
-                   blocks > 2 * device.multiprocessors;
+                   blocks > 4 * device.multiprocessors;
   return low || holds(64) ? 64 : holds(128) ? 128 : 256;
 }
 
@@ -185,10 +186,7 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   ragged::Work work;
   const bool float32 = args.product.x_dtype == DType::kF32;
   // The same for rows of an expert, were they spread evenly.
-  const bool few_outputs =
-      transposed_warpgroup::experts_in_registers(args.product) && args.product.n < costs::kTransposedManyOutputs;
-  const int64_t few = few_outputs                     ? costs::kTransposedStreamRowsOfExpertFewOutputs
-                      : !float32                      ? costs::kTransposedStreamRowsOfExpert
+  const int64_t few = !float32                        ? costs::kTransposedStreamRowsOfExpert
                       : has_float_shift(args.product) ? costs::kTransposedStreamRowsOfExpertShiftedFloat32
                                                       : costs::kTransposedStreamRowsOfExpertFloat32;
   const bool table = args.product.shift_mode == ShiftMode::kTable;

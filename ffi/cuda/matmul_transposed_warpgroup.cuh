@@ -235,47 +235,49 @@ __global__ void __launch_bounds__(S::kThreads, 1)
                                                       });
       }
     };
-    // The same in float32.
+    // The same in float32, of consecutive rows, too. There the loop of stages is as it is without this only if nothing
+    // of it is computed before: else its loads change places, and it takes up to 8% longer.
+    constexpr bool kWideRows = !S::kFloat32 && S::kTiles == 1;
     const auto store_wide_rows = [&]([[maybe_unused]] const Item& item) {
-      if constexpr (!S::kFloat32) {
-        constexpr int kAtOnce = std::min(32, S::kStagingBytes / (64 * 4)), kEach = kAtOnce / 8;
-        static_assert(S::kTokens % kAtOnce == 0);
+      if constexpr (kWideRows) {
+        constexpr bool kHere = S::Source::kBulkStores;
+        const int own = kHere ? ptx::thread_here() % 128 : thread, own_warp = kHere ? own / 32 : warp % 4;
+        const int own_g = kHere ? own % 32 / 4 : g, own_t = kHere ? own % 4 : t;
+        constexpr int kAtOnce = 32, kEach = kAtOnce / 8;
+        static_assert(S::kTokens % kAtOnce == 0 && kAtOnce * 64 * 4 <= S::kStagingBytes);
         // Fours of a row's 64 inputs, in an order without conflicts: rows 2 t and 2 t + 1 of eight are a thread's.
         float4* const fours = reinterpret_cast<float4*>(staging);
-        const int row = thread / 16, four = thread % 16, order = row / 2 % 4 * 2;
+        const int row = own / 16, four = own % 16, order = row / 2 % 4 * 2;
+        const int64_t k = item.k0 + warpgroup * 64 + four * 4;
 #pragma unroll
-        for (int tile = 0; tile < S::kTiles; ++tile) {
-          const int64_t k = item.k0 + warpgroup * S::kTiles * 64 + (four / 4 * S::kTiles + tile) * 16 + four % 4 * 4;
+        for (int first = 0; first < S::kTokens; first += kAtOnce) {
+          if (first >= item.rows) break;
+          sync();
 #pragma unroll
-          for (int first = 0; first < S::kTokens; first += kAtOnce) {
-            if (first >= item.rows) break;
-            sync();
+          for (int i = 0; i < kAtOnce / 8 * 4; ++i) {
+            const int input = own_warp * 16 + i % 4 / 2 * 8 + own_g;
+            float4* const to = fours + (i / 4 * 8 + 2 * own_t + i % 2) * 16 + (input / 4 ^ own_t * 2);
+            reinterpret_cast<float*>(to)[input % 4] = sums_of(0, first / 8 + i / 4)[i % 4] * S::kUnscale;
+          }
+          int64_t places[kEach];
 #pragma unroll
-            for (int i = 0; i < kAtOnce / 8 * 4; ++i) {
-              const int input = warp % 4 * 16 + i % 4 / 2 * 8 + g;
-              reinterpret_cast<float*>(fours + (i / 4 * 8 + 2 * t + i % 2) * 16 + (input / 4 ^ t * 2))[input % 4] =
-                  sums_of(tile, first / 8 + i / 4)[i % 4] * S::kUnscale;
+          for (int i = 0; i < kEach; ++i) {
+            places[i] = source.row(item, min(first + i * 8 + row, item.rows - 1));
+          }
+          sync();
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) {
+            if (first + i * 8 + row >= item.rows || k >= args.k) break;
+            const float4 v = fours[(i * 8 + row) * 16 + (four ^ order)];
+            float* const to = static_cast<float*>(args.y) + places[i] * args.k + k;
+            if (args.k % 4 == 0) {
+              *reinterpret_cast<float4*>(to) = v;
+              continue;
             }
-            int64_t places[kEach];
+            const float each[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-              places[i] = source.row(item, min(first + i * 8 + row, item.rows - 1));
-            }
-            sync();
-#pragma unroll
-            for (int i = 0; i < kEach; ++i) {
-              if (first + i * 8 + row >= item.rows || k >= args.k) break;
-              const float4 v = fours[(i * 8 + row) * 16 + (four ^ order)];
-              float* const to = static_cast<float*>(args.y) + places[i] * args.k + k;
-              if (args.k % 4 == 0) {
-                *reinterpret_cast<float4*>(to) = v;
-                continue;
-              }
-              const float each[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-              for (int j = 0; j < 4; ++j) {
-                if (k + j < args.k) to[j] = each[j];
-              }
+            for (int j = 0; j < 4; ++j) {
+              if (k + j < args.k) to[j] = each[j];
             }
           }
         }
@@ -343,7 +345,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
       };
       if (!S::Source::kSplits || !item.split) {
-        if constexpr (S::kFloat32) {
+        if (wide && !kWideRows) {
           // Through shared memory that a thread has to itself, for one loop instead of a store for every register.
           constexpr int kRuns = S::kTokens / 8, kAtOnce = std::min(kRuns, S::kStagingBytes / (128 * 16));
           static_assert(kRuns % kAtOnce == 0);
@@ -369,7 +371,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           store_wide_rows(item);
         } else if (!S::Source::kBulkStores && params.rows_of_16_bytes) {
           store_rows(item);
-        } else {
+        } else if constexpr (!S::kFloat32) {
 #pragma unroll
           for (int first = 0; first < S::kTokens; first += S::kStagingTokens) {
             if (first >= item.rows) break;

@@ -263,6 +263,13 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
 
+// threadIdx.x, read here: nothing that is made of it is computed earlier.
+__device__ __forceinline__ int thread_here() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // Keeps the compiler from moving accumulators while wgmma owns them.
 template <typename T, int kCount>
 __device__ __forceinline__ void keep(T (&registers)[kCount]) {
