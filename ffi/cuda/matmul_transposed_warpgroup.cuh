@@ -2,9 +2,9 @@
 // where instructions for that are few (transposed_register_weights.cuh), and otherwise into shared memory
 // (transposed_shared_weights.cuh).
 //
-// A CTA computes blocks of 128 inputs x kTokens tokens (256 inputs for the fewest tokens), one after the other. A stage
-// is 64 or 128 outputs, with dy by the tensor copy engine, of which the CTAs of a cluster may bring each other their
-// share. Two warpgroups multiply, half of the inputs each.
+// A CTA computes blocks of 128 inputs x kTokens tokens (256 inputs for the fewest), one after the other. A stage is 64
+// or 128 outputs, with dy by the tensor copy engine, of which the CTAs of a cluster may bring each other their share.
+// Two warpgroups multiply, or four, with as many of the inputs each.
 //
 // Blocks that do not fill the chip are split: the CTAs of a cluster share the outputs of one block, copy their sums
 // into each other's shared memory, and add them in the order of their ranks.
