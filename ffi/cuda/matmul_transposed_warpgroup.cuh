@@ -21,7 +21,8 @@
 //   kStagingTokens                rows that a warpgroup writes out at a time, at most
 //   kBulkStores                   whether rows of a block follow each other in the result
 //   kSplits                       whether items may be split
-//   kAnyRows                      whether blocks that are not whole are common (box_rows)
+//   kAnyRows                      whether blocks that are not whole are common (box_rows), and an item is found again
+//                                 after its stages
 //   Source(params, args, shared)  all threads of the CTA
 //   int items()                   what the clusters walk over
 //   Item item(i, rank)            one warp
