@@ -10,7 +10,7 @@
 
 namespace wonly::transposed_warpgroup {
 
-constexpr int kManyBlocks = 8;
+constexpr int kManyBlocks = 8;  // of inputs, among which one more for a partner makes little difference
 
 struct Spans {
   struct Params {
