@@ -31,12 +31,13 @@ HEAD = """
 
 @pytest.fixture
 def run(emulated):
-    def call(body: str, x, y, *, threads=32, shared=0, seed=0, races=False):
+    def call(body: str, x, y, *, threads=32, shared=0, seed=0, races=False, bounds=""):
         emulated.set_seed(seed)
         emulated.watch_races(races)
         arrays = [(a.ctypes.data, a.nbytes) for a in (x, y)]
         arguments = [address for address, _ in arrays]
-        emulated.run_ptx(f"{HEAD}{body}\n}}\n", "kernel", [1], threads, 1, shared, arguments, arrays)
+        text = HEAD.replace("\n{", f"\n{bounds}\n{{", 1) + f"{body}\n}}\n"
+        emulated.run_ptx(text, "kernel", [1], threads, 1, shared, arguments, arrays)
 
     return call
 
@@ -212,6 +213,44 @@ def test_faults(run, rng, body, shared, message):
     with pytest.raises(RuntimeError, match=message):
         for seed in range(6):
             run(body, x, y, shared=shared, seed=seed)
+
+
+MOVE = """
+  setp.lt.u32 %p1, %r0, {givers};
+  @%p1 bra fewer;
+  setmaxnreg.inc.sync.aligned.u32 {more};
+  ret;
+fewer:
+  setmaxnreg.dec.sync.aligned.u32 {fewer};
+  ret;
+"""
+
+
+@pytest.mark.parametrize(
+    ("threads", "ctas", "givers", "fewer", "more", "message"),
+    [
+        (384, 1, 128, 40, 232, None),  # all that 168 for each thread are
+        (384, 1, 128, 40, 240, "nothing comes on any more"),
+        (640, 1, 128, 32, 112, None),
+        (640, 1, 128, 56, 112, "nothing comes on any more"),  # launched with 96, not with 102
+        (256, 2, 128, 40, 216, None),
+        (256, 2, 128, 40, 224, "nothing comes on any more"),
+        (384, 1, 128, 176, 232, "168 registers cannot become 176"),
+        (384, 1, 128, 40, 160, "168 registers cannot become 160"),
+        (384, 1, 128, 40, 228, "168 registers cannot become 228"),
+        (384, 0, 128, 40, 232, "of any number of threads"),
+    ],
+)
+def test_registers_are_those_of_the_launch(run, threads, ctas, givers, fewer, more, message):
+    """Who asks for more than others give up waits for ever on a GPU."""
+    bounds = f".maxntid {threads}, 1, 1\n.minnctapersm {ctas}" if ctas else ""
+    x = np.zeros(threads, np.int32)
+    for seed in range(6):
+        if message is None:
+            run(MOVE.format(givers=givers, fewer=fewer, more=more), x, x, threads=threads, seed=seed, bounds=bounds)
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                run(MOVE.format(givers=givers, fewer=fewer, more=more), x, x, threads=threads, seed=seed, bounds=bounds)
 
 
 @pytest.mark.parametrize("late", [True, False])

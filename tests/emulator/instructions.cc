@@ -363,6 +363,11 @@ void elect(Warp& w, const Instruction& i, Mask lanes) {  // _|p, members
   to = (to & ~lanes) | (lanes & (0 - lanes));
 }
 void nothing(Warp&, const Instruction&, Mask) {}
+template <bool kMore>
+void move_registers(Warp& w, const Instruction& i, Mask lanes) {
+  const uint32_t count = w.row<uint32_t>(i.operands[0])[std::countr_zero(lanes)];
+  Machine::the().move_registers(w, static_cast<int>(count), kMore);
+}
 void trap(Warp& w, const Instruction&, Mask) { Machine::the().fail(w, "trap"); }
 
 // --- Packing: mov with a vector
@@ -1162,9 +1167,8 @@ void add_others(std::map<std::string, Opcode>& all) {
   }
   all["prefetch.tensormap"] = {nothing, Kind::kPlain, "", "a", 0};
   all["prefetch.global.L2"] = {nothing, Kind::kPlain, "", "a", 0};
-  for (const std::string name : {"setmaxnreg.inc.sync.aligned.u32", "setmaxnreg.dec.sync.aligned.u32"}) {
-    all[name] = {nothing, Kind::kTogether, "", "w", 0};
-  }
+  all["setmaxnreg.inc.sync.aligned.u32"] = {move_registers<true>, Kind::kTogether, "", "w", 0};
+  all["setmaxnreg.dec.sync.aligned.u32"] = {move_registers<false>, Kind::kTogether, "", "w", 0};
   for (const std::string space : {"global", "param"}) {
     all["cvta." + space + ".u64"] = all["cvta.to." + space + ".u64"] = all["mov.u64"];
   }

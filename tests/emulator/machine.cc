@@ -271,6 +271,7 @@ void Machine::begin(Cta& cta, const Dim& cluster, int rank) {
     warp.groups = {{warp.live, 0, false, false}};
     warp.registers.assign(static_cast<size_t>(program.register_bytes), 0xff);
     warp.predicates.resize(static_cast<size_t>(program.predicates));
+    warp.owned = program.registers;
     warp.local.assign(static_cast<size_t>(program.local_bytes * kLanes), 0xff);
     warp.constants = program.constants.data();
     for (const Special& special : program.specials) {
@@ -335,7 +336,9 @@ void meet(Warp& warp) {
 }  // namespace
 
 Warp* Machine::next_warp() {
-  const auto may_go_on = [](const Warp& warp) { return warp.state == Warp::kReady || warp.state == Warp::kAtLastGrid; };
+  const auto may_go_on = [](const Warp& warp) {
+    return warp.state == Warp::kReady || warp.state == Warp::kAtLastGrid || warp.state == Warp::kAtRegisters;
+  };
   Warp* next = nullptr;
   if (by_priority_) {
     for (const auto& cluster : clusters_) {
@@ -461,6 +464,25 @@ class NumbersAsTheyAre {
 
 }  // namespace
 
+// A CTA has the registers that it was launched with: who wants more waits until others have given up as many.
+void Machine::move_registers(Warp& warp, int count, bool more) {
+  if (warp.owned == 0) fail(warp, "registers are moved in a kernel of any number of threads");
+  if (count % 8 != 0 || count < 24 || count > 256 || (more ? count < warp.owned : count > warp.owned)) {
+    fail(warp, std::to_string(warp.owned) + " registers cannot become " + std::to_string(count));
+  }
+  warp.wanted = count;
+  if (!take_registers(warp)) warp.state = Warp::kAtRegisters;
+}
+
+bool Machine::take_registers(Warp& warp) {
+  int& spare = warp.cta->spare_registers;
+  const int more = warp.wanted - warp.owned;
+  if (more > spare) return false;
+  spare -= more;
+  warp.owned = warp.wanted;
+  return true;
+}
+
 bool Machine::go_on(Warp& warp) {
   Cluster& cluster = *warp.cta->cluster;
   Grid& grid = *cluster.grid;
@@ -468,6 +490,7 @@ bool Machine::go_on(Warp& warp) {
     const auto here = std::find_if(grids_.begin(), grids_.end(), [&](const auto& g) { return g.get() == &grid; });
     if (here == grids_.begin() || (*std::prev(here))->done) warp.state = Warp::kReady;
   }
+  if (warp.state == Warp::kAtRegisters && take_registers(warp)) warp.state = Warp::kReady;
   const bool came_on = warp.state == Warp::kReady && step(warp);
   if (!came_on) warp.priority = --lowest_;
   if (cluster.live_warps == 0) {

@@ -46,7 +46,7 @@ struct Pending {
 };
 
 struct Warp {
-  enum State { kReady, kAtBarrier, kAtCluster, kAtLastGrid, kDone };
+  enum State { kReady, kAtBarrier, kAtCluster, kAtLastGrid, kAtRegisters, kDone };
   Cta* cta = nullptr;
   int index = 0;  // in the CTA
   State state = kReady;
@@ -54,6 +54,7 @@ struct Warp {
   Mask live = 0;
   std::vector<Group> groups;
   std::vector<uint8_t> registers, local;
+  int owned = 0, wanted = 0;  // registers of a thread
   std::vector<Mask> predicates;
   bool polls = false;  // the instruction came to a condition that did not hold
   bool cluster_arrived = false;
@@ -97,7 +98,8 @@ struct Cta {
   std::vector<Warp> warps;
   std::map<int, Barrier> barriers;
   int live_warps = 0;
-  int on_their_way = 0;  // copies into its shared memory
+  int spare_registers = 0;  // of the threads of a warp, that others have given up
+  int on_their_way = 0;     // copies into its shared memory
   bool lets_next_begin = false;
   std::unique_ptr<Shadow> shadow;  // where races are watched
 };
@@ -207,6 +209,7 @@ class Machine {
   void wait_for_cluster(Warp& warp);
   void wait_for_last_grid(Warp& warp) { warp.state = Warp::kAtLastGrid; }
   void let_next_begin(Warp& warp);
+  void move_registers(Warp& warp, int count, bool more);
 
  private:
   [[noreturn]] void fail_all() const;
@@ -219,6 +222,7 @@ class Machine {
   void release(Cluster& cluster);
   Warp* next_warp();
   bool go_on(Warp& warp);  // whether it came on
+  static bool take_registers(Warp& warp);
   bool step(Warp& warp);
   void perform_a_copy();
   bool can_begin(size_t grid) const;

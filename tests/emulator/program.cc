@@ -78,7 +78,8 @@ class Decoder {
   Program run() {
     scopes_.emplace_back();
     declare_shared(module_declarations());
-    const auto [head, body] = definition(program_.name);
+    const auto [head, bounds, body] = definition(program_.name);
+    program_.registers = launched_registers(bounds);
     for (const std::string& param : parameters(head)) declare_param(param);
     block(body, 0, -1);
     emit_exit();
@@ -112,8 +113,11 @@ class Decoder {
     return outside;
   }
 
-  // The head, which ends with the list of parameters, and the body of a function.
-  std::pair<std::string, std::string> definition(const std::string& name) const {
+  // The head, which ends with the list of parameters, what stands between it and the body, and the body of a function.
+  struct Definition {
+    std::string head, bounds, body;
+  };
+  Definition definition(const std::string& name) const {
     for (size_t at = text_.find(name); at != std::string::npos; at = text_.find(name, at + 1)) {
       const size_t end = at + name.size();
       if (is_name(text_[at - 1]) || is_name(text_[end])) continue;
@@ -124,9 +128,22 @@ class Decoder {
       if (open == std::string::npos || text_[open] != '(') continue;
       const size_t close = closing(text_, open), next = text_.find_first_of("{;", close);
       if (next == std::string::npos || text_[next] == ';') continue;
-      return {text_.substr(line, close + 1 - line), text_.substr(next + 1, closing(text_, next) - next - 1)};
+      return {text_.substr(line, close + 1 - line), text_.substr(close + 1, next - close - 1),
+              text_.substr(next + 1, closing(text_, next) - next - 1)};
     }
     fail("no function " + name);
+  }
+
+  // The registers of a thread that a kernel is launched with which asks for others: as many as its bounds allow, whole
+  // eights. 0 where there are none.
+  static int launched_registers(const std::string& bounds) {
+    constexpr int kOfMultiprocessor = 64 << 10;
+    const auto bound = [&](const std::string& name) {
+      const size_t at = bounds.find(name);
+      return at == std::string::npos ? 0 : std::stoi(bounds.substr(at + name.size()));
+    };
+    const int threads = bound(".maxntid"), ctas = std::max(bound(".minnctapersm"), 1);
+    return threads == 0 ? 0 : kOfMultiprocessor / (threads * ctas) / 8 * 8;
   }
 
   // What is in the last round brackets of a head.
@@ -335,7 +352,7 @@ class Decoder {
     if (parts[at][0] == '(') results = list(parts[at++]);
     const std::string name = parts[at++];
     if (at < parts.size()) arguments = list(parts[at]);
-    const auto [head, body] = definition(name);
+    const auto [head, bounds, body] = definition(name);
     const int inner = new_scope(-1);
     std::vector<std::string> formal = parameters(head);
     if (!results.empty()) {  // named in the brackets before the function's name

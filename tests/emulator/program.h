@@ -62,6 +62,7 @@ struct Program {
   int64_t local_bytes = 0;     // of a lane
   int64_t static_shared = 0;   // bytes, before the dynamic shared memory
   int predicates = 0;
+  int registers = 0;       // of a thread as a GPU launches it, where warpgroups move them; 0: the text does not say
   bool lacks_one = false;  // an instruction: Fault
 };
 
