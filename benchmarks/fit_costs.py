@@ -111,6 +111,7 @@ def numbers_of(value, at=()) -> Iterator[tuple]:
     for key, inner in items:
         fixed = (
             "stream" in at
+            or "parts" in at
             or key == "team"  # the record of tables has no such
             or (at[-2:-1] == ("rounded",) and key == PAIRED)  # nor pairs, or not their own
             or ("clusters" in at and key == 2)

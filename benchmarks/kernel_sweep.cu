@@ -14,6 +14,7 @@
 //       the resident kernel: atoms -4, tiles for parts
 //   kernel_sweep race
 //       the same of configurations that standard input has, in turns, and an empty line after each product
+//       two kernels: atoms -5, tiles for outputs of the first, and both configurations after it
 //
 // Time: a CUDA graph of calls that rotate through more than four times the L2 of weights (race: twice), median over
 // replays.
@@ -331,14 +332,15 @@ struct Configuration {
   int atoms, tiles, warps, cluster, ctas;
 };
 
-cudaError_t launch(const Configuration& c, const Device& device, const MatmulArgs& args, cudaStream_t s) {
+cudaError_t launch(const Configuration& c, const Device& device, const MatmulArgs& args, cudaStream_t s,
+                   Part part = {}) {
   switch (c.atoms) {
     case 0:
-      return warpgroup::launch(args, {8 * c.tiles, c.warps, c.cluster, device.multiprocessors, c.ctas}, s);
+      return warpgroup::launch(args, {8 * c.tiles, c.warps, c.cluster, device.multiprocessors, c.ctas, part}, s);
     case -1:
       return decode::launch(args, {c.cluster, c.tiles}, shared_share(device, 1), s);
     case -2:
-      return tiled::launch(args, {device.multiprocessors, 8 * c.tiles, c.warps}, s);
+      return tiled::launch(args, {device.multiprocessors, 8 * c.tiles, c.warps, tiled::kClusterCtas, part}, s);
     case -3: {
       const int64_t tiles = ceil_div(args.m, 8 * c.tiles) * ceil_div(args.n, mma::kCtaOutputs);
       const int shared_tiles = c.warps == 1 ? 0 : static_cast<int>(tiles % (mma::kCtas * device.multiprocessors));
@@ -348,6 +350,18 @@ cudaError_t launch(const Configuration& c, const Device& device, const MatmulArg
       return resident::launch(args, {c.cluster, c.tiles}, shared_share(device, 1), s);
   }
   return stream::launch(args, {c.atoms, c.tiles, c.warps, c.cluster, shared_share(device, c.ctas)}, s);
+}
+
+// One, or two kernels' after it.
+struct Tried : Configuration {
+  Configuration first, second;
+};
+constexpr int kOfTwo = -5;
+cudaError_t launch(const Tried& tried, const Device& device, const MatmulArgs& args, cudaStream_t s) {
+  if (tried.atoms != kOfTwo) return launch(static_cast<const Configuration&>(tried), device, args, s);
+  const int outputs = tried.tiles;
+  const cudaError_t error = launch(tried.first, device, args, s, {0, outputs});
+  return error == cudaSuccess ? launch(tried.second, device, args, s, {outputs, 0}) : error;
 }
 
 // The operands of products of up to so many tokens, with copies of the weights that are so many bytes.
@@ -425,7 +439,8 @@ class Operands {
 // Calls of a configuration as one graph, and what replays of it took.
 class Graph {
  public:
-  Graph(const Configuration& config, const Device& device, const std::vector<MatmulArgs>& calls, cudaStream_t s)
+  template <typename Config>
+  Graph(const Config& config, const Device& device, const std::vector<MatmulArgs>& calls, cudaStream_t s)
       : calls(calls.size()), s(s) {
     cudaGraph_t graph;
     CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
@@ -554,8 +569,8 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
 }
 
 // Products and some of their configurations, a line each of standard input: BITS GROUP X K N M SHIFT, and for every
-// configuration five numbers as `time` prints them. Configurations take turns, and the GPU rests for as long as it
-// works, so that none is timed at lower clocks than others.
+// configuration five numbers as `time` prints them, or three times as many of two kernels. Configurations take turns,
+// and the GPU rests for as long as it works, so that none is timed at lower clocks than others.
 int race() {
   constexpr int kTurns = 5;  // of which the first is not counted
   Device device;
@@ -571,7 +586,12 @@ int race() {
     const Operands operands(bits, group, type_of(x), shift, k, n, m, int64_t{110} << 20);  // twice the L2
     const std::vector<MatmulArgs> calls = operands.calls(m, 4);
     std::vector<std::pair<Configuration, std::unique_ptr<Graph>>> graphs;
-    for (Configuration c; words >> c.atoms >> c.tiles >> c.warps >> c.cluster >> c.ctas;) {
+    const auto read = [&](Configuration& c) { words >> c.atoms >> c.tiles >> c.warps >> c.cluster >> c.ctas; };
+    for (;;) {
+      Tried c{};
+      read(c);
+      if (!words) break;
+      if (c.atoms == kOfTwo) read(c.first), read(c.second);
       if (launch(c, device, calls[0], s) != cudaSuccess) continue;
       graphs.emplace_back(c, std::make_unique<Graph>(c, device, calls, s));
     }

@@ -5,6 +5,7 @@
     python benchmarks/matmul.py --suite batch     eight weights at once, into a file of its own
     python benchmarks/matmul.py --suite scales    scales of other types than the activations, into a file of its own
     python benchmarks/matmul.py --suite small     layers of small models, into a file of its own
+    python benchmarks/matmul.py --suite models    wide layers of large models, into a file of its own
     python benchmarks/matmul.py --suite few       heads of few outputs, into a file of its own
     python benchmarks/matmul.py --suite odd       numbers of outputs that are no multiple of 8, into a file of its own
     python benchmarks/matmul.py --suite xla     beside XLA's product of the same codes, into a file of its own
@@ -31,6 +32,7 @@ FILES = {
     "batch": "h100-batch.json",
     "every": "h100-every.json",
     "few": "h100-few.json",
+    "models": "h100-models.json",
     "odd": "h100-odd.json",
     "scales": "h100-scales.json",
     "small": "h100-small.json",
@@ -40,6 +42,8 @@ FILES = {
 TABLE = ((8192, 28672), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))  # K x N
 WIDE = ((3584, 18944), (4096, 22016))  # more outputs than tiles of 128 for each multiprocessor
 SMALL = ((384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768), (1024, 1024), (1024, 4096), (2048, 2048))
+# Of what is multiplied at once in them: queries, keys and values, or gates, ups or both.
+MODELS = ((8192, 10240), (5120, 17408), (5120, 25600), (5120, 27648), (4096, 28672), (3584, 37888), (8192, 57344))
 FEW = ((1024, 10), (768, 100), (4096, 64), (512, 256), (2048, 1000))
 ODD = ((768, 50257), (1024, 30522), (2048, 32001), (4096, 32001), (4096, 1001))  # vocabularies, and a classifier
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
@@ -112,6 +116,7 @@ SUITES = {
     ]
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "small": [case(k, n, m) for k, n in SMALL for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048)],
+    "models": [case(k, n, m) for k, n in MODELS for m in (24, 32, 48, 64, 96, 128, 192, 256, 400, 512)],
     "few": [case(k, n, m) for k, n in FEW for m in (1, 16, 64, 256, 1024, 4096)],
     # Each beside whole sixteens of outputs.
     "odd": [

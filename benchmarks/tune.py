@@ -5,12 +5,15 @@
     python benchmarks/tune.py --check [--every 1]
     python benchmarks/tune.py --record     measures what benchmarks/fit_costs.py needs, into its file
     python benchmarks/tune.py --random 600 [--seed 0]     the same of products drawn at random, into another file
+    python benchmarks/tune.py --parts 300 [--seed 0]     of those that two kernels are chosen for: them, and the one
+        that would be chosen otherwise, into another file
 
 Prints the fastest configurations of each product, or, of random ones, how much longer than those the chosen ones take.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -20,9 +23,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import fit_costs
+import jax.numpy as jnp
 from _common import command, revision
 
-from jax_wonly import _cuda_costs
+from jax_wonly import _cuda_costs, _cuda_dispatch
+from jax_wonly._abi import ShiftMode
 from jax_wonly.progress import progress
 
 ROOT = Path(__file__).parent.parent
@@ -92,6 +97,7 @@ SCHEMES = {
 INPUTS = (768, 1024, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 6656, 7168, 8192, 9728, 10240, 11008)
 INPUTS += (12288, 14336, 18944, 27648)
 TOKENS = (9, 1600)  # of random products; by kernels of other rules beyond
+OF_TWO = -5  # two kernels, as kernel_sweep has it
 PLAUSIBLE, MOST_TRIED = 1.4, 20  # times the fastest expected: configurations that are timed, and how many at most
 
 
@@ -176,6 +182,60 @@ def random_product(draw: random.Random) -> tuple[dict, int, int, int]:
         return scheme, k, n, m
     k = draw.choice([k for k in INPUTS if scheme["group_size"] == 0 or k % scheme["group_size"] == 0])
     return scheme, k, round(k * 2 ** draw.uniform(-1.5, 2.5) / 64) * 64, m
+
+
+MODES = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS}  # others are zeros
+DTYPES = {"bf16": "bfloat16", "f16": "float16"}
+
+
+def record_parts(program: Path, output: Path, commit: str | None, count: int, seed: int) -> None:
+    """Measures random products that two kernels are chosen for by them, and by the one that is otherwise chosen."""
+    draw, file = random.Random(seed), _cuda_costs.read(90)
+    rows, gains = defaultdict(list), []
+    process = subprocess.Popen([program, "race"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin and process.stdout
+    for _ in progress(range(count), label="products"):
+        parts = None
+        while parts is None:
+            scheme, k, n, m = random_product(draw)
+            if m <= _cuda_dispatch._PARTS.more:
+                continue
+            dtype, mode = jnp.dtype(DTYPES[scheme["dtype"]]), MODES.get(scheme["mode"], ShiftMode.ZEROS)
+            shift = None if mode == ShiftMode.NONE else dtype
+            shift = jnp.dtype("uint8") if scheme["mode"] == "integer_zeros" else shift
+            groups = k // (scheme["group_size"] or k)
+            product = _cuda_dispatch.Product(m, k, n, 1, scheme["bits"], dtype, dtype, mode, shift, groups=groups)
+            parts = _cuda_dispatch._parts_on(product, ("9.0", fit_costs.MULTIPROCESSORS))
+        (kernel, *config), _ = min(fit_costs.expected(scheme, k, n, m)(file), key=lambda pair: pair[1])
+        both = [line_of(name.removeprefix("matmul_"), kept) for name, kept in map(without_ctas, parts[:2])]
+        lines = [line_of(kernel, config), (OF_TWO, parts.outputs, 0, 0, 0), *both]
+        words = (scheme["bits"], scheme["group_size"], scheme["dtype"], k, n, m, scheme["mode"])
+        print(*words, *(number for line in lines for number in line), file=process.stdin, flush=True)
+        us = []
+        while line := process.stdout.readline().strip():
+            us.append(float(line.split()[-2]))
+        if process.poll() or len(us) != 2:
+            sys.exit("kernel_sweep failed")
+        rows[tuple(scheme.values())] += [
+            [k, n, m, kernel, list(config), us[0]],
+            [k, n, m, "parts", [parts.outputs, *parts.first, *parts.second], us[1]],
+        ]
+        gains.append(us[0] / us[1])
+    process.stdin.close()
+    of = {key: dict(zip(SCHEME, key, strict=True)) for key in sorted(rows)}
+    write(output, commit, [of[key] | {"columns": COLUMNS, "rows": rows[key]} for key in of])
+    print(f"written to {output}")
+    mean = math.exp(sum(map(math.log, gains)) / len(gains))
+    print(
+        f"{count} products: two kernels {mean:.4f} times as fast as one on average, {max(gains):.3f} at best, "
+        f"{min(gains):.3f} at worst, {sum(gain < 0.99 for gain in gains)} below 0.99"
+    )
+
+
+def without_ctas(kernel: tuple[str, tuple]) -> tuple[str, tuple]:
+    """Of matmul_tiled all but the CTAs of a cluster, of which products have as many as there are."""
+    name, config = kernel
+    return name, config[:2] if name == "matmul_tiled" else config
 
 
 def record_random(program: Path, output: Path, commit: str | None, count: int, seed: int) -> None:
@@ -263,9 +323,10 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="K x N (default: %(default)s)")
     parser.add_argument("--record", nargs="?", type=Path, const=RECORD, metavar="FILE", help="(default: %(const)s)")
     parser.add_argument("--random", type=int, metavar="COUNT", help="products drawn at random, beside one another")
+    parser.add_argument("--parts", type=int, metavar="COUNT", help="the same that two kernels are chosen for")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument(
-        "--output", type=Path, default=fit_costs.RANDOM_RECORD, help="of random ones (default: %(default)s)"
+        "--output", type=Path, help="of random ones (default: h100-tune-random.json and -parts.json of the results)"
     )
     parser.add_argument("--executable", type=Path, help="kernel_sweep, built before")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
@@ -278,7 +339,11 @@ def main() -> None:
     if args.check:
         sys.exit(subprocess.run([program, "check", str(args.every)], check=False).returncode)
     if args.random:
-        record_random(program, args.output, args.commit, args.random, args.seed)
+        record_random(program, args.output or fit_costs.RANDOM_RECORD, args.commit, args.random, args.seed)
+        return
+    if args.parts:
+        output = args.output or fit_costs.RANDOM_RECORD.with_name("h100-tune-parts.json")
+        record_parts(program, output, args.commit, args.parts, args.seed)
         return
     if args.record:
         record(program, args.record, args.commit)

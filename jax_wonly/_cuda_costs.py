@@ -114,6 +114,14 @@ class Mma(NamedTuple):
     least_stages: int
 
 
+class Parts(NamedTuple):
+    """Products by two kernels: ``parts::Costs`` in ``ffi/cuda/matmul_parts.h``."""
+
+    join: float
+    gain: float
+    more: int
+
+
 class Stream(NamedTuple):
     """``matmul_stream``, which reads the weights again for every 16 tokens."""
 
@@ -331,6 +339,22 @@ def tiled_times(
             sums = tokens / 256 * (costs.sums + costs.more * (splits - 2))
             last = (wave - costs.alone) / splits + costs.alone + costs.split + sums
             yield (tokens, splits, ctas), costs.start + waves * wave + last
+
+
+def part_outputs(m: int, n: int, multiprocessors: int, warpgroups: WarpgroupCosts, tiles: Tiles) -> set[int]:
+    """Outputs that the first of two kernels may have: ``Splits`` in ``ffi/cuda/matmul_parts.cu``."""
+    sizes = {
+        (shape.tokens, 64 * shape.warpgroups, multiprocessors)
+        for shape in (*warpgroups.shapes, *warpgroups.rounded)
+        if shape.tokens >= warpgroups.one_pass and not shape.shared_stage
+    }
+    sizes |= {(tokens, 128 * ctas, multiprocessors // ctas) for ctas, tokens, _ in tiles.stages}
+    found = set()
+    for tokens, outputs, places in sizes:
+        token_tiles = -(-m // tokens)
+        waves = -(-(-(-n // outputs) * token_tiles) // places)
+        found |= {q * places // token_tiles * outputs for q in range(max(waves - 2, 1), waves + 1)}
+    return {outputs for outputs in found if 0 < outputs < n}
 
 
 def band_conv_time(places: int, taps: int, k: int, n: int, values: int, multiprocessors: int, costs: BandConv) -> float:

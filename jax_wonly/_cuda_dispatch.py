@@ -72,6 +72,7 @@ _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (SM90["tiled"]["co
 _LEAST_TILE = min(tokens for costs in (_TILED, _TABLE_TILED) for _, tokens, _ in costs.stages)
 _REGISTER_TOKENS_OF_EIGHT_BITS = 128  # transposed_warpgroup::most_register_tokens
 TRANSPOSED = _cuda_costs.Transposed(**SM90["transposed"])
+_PARTS = _cuda_costs.Parts(**SM90["parts"])
 _BAND_CONV = _cuda_costs.BandConv(**SM90["band_conv"])
 _MMA = _cuda_costs.mma_of(_SM80["mma"])
 
@@ -274,6 +275,12 @@ def scratch(p: Product, x_batch: int) -> int:
         return rest + (_aligned_scratch(p) if _aligns(p) else 0)
     if p.split:
         return 0
+    if parts := _parts(p):
+        name, config = parts.second
+        outputs = p.n - parts.outputs
+        if name == "matmul_tiled":
+            return _abi.matmul_scratch(1, p.m, outputs, _LEAST_TILE)
+        return _scratch_of_teams(p.m, outputs, config)
     if tiled_kernel(p):
         if p.m >= _least_tiled_tokens(p):
             return _abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE)
@@ -284,8 +291,13 @@ def scratch(p: Product, x_batch: int) -> int:
 
 
 def _team_scratch(p: Product) -> int:
-    (tokens, _, cluster, teams), _ = min(_warpgroup_times(p), key=lambda pair: pair[1])
-    return _abi.team_scratch(-(-p.m // tokens) * -(-p.n // 128), cluster, tokens) if teams > 1 else 0
+    config, _ = min(_warpgroup_times(p), key=lambda pair: pair[1])
+    return _scratch_of_teams(p.m, p.n, config)
+
+
+def _scratch_of_teams(m: int, outputs: int, config: tuple) -> int:
+    tokens, _, cluster, teams = config
+    return _abi.team_scratch(-(-m // tokens) * -(-outputs // 128), cluster, tokens) if teams > 1 else 0
 
 
 def _aligned_scratch(p: Product) -> int:
@@ -425,6 +437,57 @@ def _tiled(p: Product) -> float:
     return _least(_tiled_times(p))
 
 
+class Parts(NamedTuple):
+    """Two kernels of a product: names with configurations, outputs of the first, and microseconds of both."""
+
+    first: tuple[str, tuple]
+    second: tuple[str, tuple]
+    outputs: int
+    us: float
+
+
+def _parts(p: Product) -> Parts | None:
+    """As ``parts::choose`` in ``ffi/cuda/matmul_parts.cu``; None where one kernel is faster."""
+    if not isinstance(p.m, int) or p.m <= _PARTS.more or p.batch != 1 or p.split or p.table:
+        return None
+    return _parts_on(p, _gpu()) if warpgroup_kernel(p) else None
+
+
+@functools.lru_cache(4096)
+def _parts_on(p: Product, gpu: tuple[str, int]) -> Parts | None:
+    in_tiles = tiled_kernel(p) and p.m >= _least_tiled_tokens(p)
+
+    def fastest(outputs: int, whole: bool) -> tuple[tuple[str, tuple], float]:
+        # Scales' rows are those of all outputs.
+        part = p._replace(n=outputs, parameter_row=p.row)
+        times = [(("matmul_warpgroup", config), us) for config, us in _warpgroup_times(part)]
+        if in_tiles:
+            times += [(("matmul_tiled", config), us) for config, us in _tiled_times(part)]
+        if whole:  # of tiles that are full, without scratch
+            times = [pair for pair in times if _is_apart(pair[0], outputs)]
+        return min(times, key=lambda pair: pair[1], default=(("", ()), math.inf))
+
+    best, least = None, _PARTS.gain * min(_warpgroup(p), _tiled(p) if in_tiles else math.inf)
+    for outputs in sorted(_cuda_costs.part_outputs(p.m, p.n, gpu[1], _WARPGROUPS, _TILED)):
+        first, us = fastest(outputs, True)
+        if _PARTS.join + us >= least:
+            continue
+        second, rest = fastest(p.n - outputs, False)
+        if _PARTS.join + us + rest < least:
+            least = _PARTS.join + us + rest
+            best = Parts(first, second, outputs, least)
+    return best
+
+
+def _is_apart(kernel: tuple[str, tuple], outputs: int) -> bool:
+    name, config = kernel
+    if name == "matmul_tiled":
+        _, splits, ctas = config
+        return splits == 1 and outputs % (128 * ctas) == 0
+    _, warpgroups, _, teams = config
+    return teams == 1 and outputs % (64 * warpgroups) == 0
+
+
 def _mma_times(p: Product):
     capability = _capability()
     kib = 228 if 9 <= capability[0] <= 11 else 164 if capability in ((8, 0), (8, 7)) else 100
@@ -476,6 +539,8 @@ def kernel(p: Product) -> str:
     if not streamed:
         # With a table another pass takes longer in any case.
         least = other if by_warpgroups or not p.table else math.inf
+        if parts := _parts(p):
+            return f"{parts.first[0]} + {parts.second[0]}"
         if p.m >= _least_tiled_tokens(p) and tiled_kernel(p) and _tiled(p) < least:
             return "matmul_tiled"
         if by_warpgroups:
@@ -489,6 +554,8 @@ def rounds_weights(p: Product) -> bool:
     """Whether the kernel for a product rounds weights, or a table, to the type of x."""
     if p.table:
         return not p.split
+    if parts := _parts(p):
+        return any(name == "matmul_tiled" or p.scheme.rounds(config[0]) for name, config in parts[:2])
     name = kernel(p)
     if name != "matmul_warpgroup" or p.split:
         return name in ("matmul_tiled", "matmul_mma")
@@ -510,6 +577,8 @@ def estimate(p: Product) -> tuple[float, float]:
         fused = min(fused, _stream(p))
     if tiled_kernel(p):
         fused = min(fused, _tiled(p))
+    if parts := _parts(p):
+        fused = min(fused, parts.us)
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         fused = min(fused, _mma(p))
     return fused, dense

@@ -40,7 +40,8 @@ class Explanation:
       device: the device, or what is assumed about one that is not here.
       path: ``"kernel"`` (the fused kernels), ``"dequantize"`` (dense weights for XLA's product) or ``"xla"`` (XLA's own
         operations alone).
-      kernel: the kernel on the path: on CUDA its name, on CPUs the instruction set; None without one.
+      kernel: the kernel on the path: on CUDA its name, or ``"matmul_tiled + matmul_warpgroup"`` where two have some
+        outputs each, on CPUs the instruction set; None without one.
       rounds_weights: whether weights are rounded to 16 bits, the type of x, before they are multiplied; None where that
         is not known: gradients and quantized activations.
       targets: the custom calls of the program.

@@ -7,8 +7,9 @@
 // types of x, scales and shift, the shift's mode (abi.h), and bytes of scratch; "conv" and "direct" with the same and
 // images, groups of features and, of depth, height and width, what ConvAxis has; "ragged" and "ragged_transposed" with
 // the same, where the batch is the experts, and the mode of the rows. A line of the output is the kernel and its
-// configuration, or "none". Of ragged products what launches the kernels is here too, so that it is all kernels one
-// after the other, each with its CTAs along x and y, threads, CTAs of a cluster, and bytes of shared memory.
+// configuration, or "none"; "matmul_parts", the outputs of the first and both with theirs, where two kernels have a
+// part of a product each. Of ragged products what launches the kernels is here too, so that it is all kernels one after
+// the other, each with its CTAs along x and y, threads, CTAs of a cluster, and bytes of shared memory.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cxxabi.h>
@@ -74,6 +75,18 @@ cudaError_t say(const char* kernel, Numbers... numbers) {
   return cudaSuccess;
 }
 
+// The same of a kernel that may have one of a product's two parts: "matmul_parts", the outputs of the first, and both.
+template <typename... Numbers>
+cudaError_t say_part(const wonly::Part& part, const char* kernel, Numbers... numbers) {
+  if (part.outputs > 0) {
+    std::cout << "matmul_parts " << part.outputs << ' ' << kernel;
+    ((std::cout << ' ' << numbers), ...);
+    std::cout << ' ';
+    return cudaSuccess;
+  }
+  return say(kernel, numbers...);
+}
+
 }  // namespace
 
 // The linker puts these in place of CUDA's.
@@ -128,17 +141,9 @@ namespace wonly {
   WONLY_SAY_FOR(launch_f16, args_type, config_type, kernel, __VA_ARGS__) \
   WONLY_SAY_FOR(launch_bf16, args_type, config_type, kernel, __VA_ARGS__)
 
-namespace tiled {
-WONLY_SAY(MatmulArgs, Config, "matmul_tiled", config.tokens, config.splits, config.ctas)
-}
 namespace mma {
 WONLY_SAY(MatmulArgs, Config, "matmul_mma", config.tokens, config.splits)
 }
-namespace warpgroup {
-WONLY_SAY(MatmulArgs, Config, "matmul_warpgroup", config.tokens, config.warpgroups, config.cluster, config.teams)
-WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_warpgroup", config.tokens, config.warpgroups, config.cluster,
-              config.teams)
-}  // namespace warpgroup
 namespace stream {
 WONLY_SAY(MatmulArgs, Config, "matmul_stream", config.atoms, config.warps, config.cluster)
 WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_stream", config.atoms, config.warps, config.cluster)
@@ -158,7 +163,26 @@ WONLY_SAY(ConvArgs, warpgroup::Config, "warpgroup", config.tokens, config.warpgr
 }  // namespace conv
 
 #undef WONLY_SAY
+#define WONLY_SAY_PART(launch, kernel, ...)                                   \
+  cudaError_t launch(const MatmulArgs&, const Config& config, cudaStream_t) { \
+    return say_part(config.part, kernel, __VA_ARGS__);                        \
+  }
 #undef WONLY_SAY_FOR
+
+namespace tiled {
+WONLY_SAY_PART(launch_f16, "matmul_tiled", config.tokens, config.splits, config.ctas)
+WONLY_SAY_PART(launch_bf16, "matmul_tiled", config.tokens, config.splits, config.ctas)
+}  // namespace tiled
+namespace warpgroup {
+#define WONLY_SAY_WARPGROUP(launch) \
+  WONLY_SAY_PART(launch, "matmul_warpgroup", config.tokens, config.warpgroups, config.cluster, config.teams)
+WONLY_SAY_WARPGROUP(launch_f16)
+WONLY_SAY_WARPGROUP(launch_bf16)
+WONLY_SAY_WARPGROUP(launch_f32)
+#undef WONLY_SAY_WARPGROUP
+}  // namespace warpgroup
+
+#undef WONLY_SAY_PART
 
 namespace resident {
 cudaError_t say_of(const Config& config) { return say("matmul_resident", config.cluster, config.parts); }

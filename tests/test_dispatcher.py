@@ -22,7 +22,7 @@ from jax_wonly.primitives.conv import Window
 
 ROOT = Path(__file__).parent.parent
 FFI = ROOT / "ffi"
-SOURCES = [f"matmul_{name}" for name in ("decode", "resident", "stream", "tiled", "transposed", "warpgroup")]
+SOURCES = [f"matmul_{name}" for name in ("decode", "parts", "resident", "stream", "tiled", "transposed", "warpgroup")]
 SOURCES += [f"ragged_{name}" for name in ("matmul", "resident", "tiled", "warpgroup")]
 SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
@@ -141,6 +141,26 @@ def times(p: Product) -> dict[tuple, float]:
     return found
 
 
+def check_parts(p: Product, said: list | None, single: float) -> None:
+    """Two kernels that C++ takes (None: it takes one, which takes ``single``) and those of Python: the same, or where
+    both take as long in float32.
+    """
+    parts, least = _cuda_dispatch._parts(p), _cuda_dispatch._PARTS.gain * single
+    if said is None:
+        assert parts is not None and parts.us >= least * (1 - 1e-5), p
+        return
+    outputs, *words = said
+    second = next(i for i in range(1, len(words)) if isinstance(words[i], str))
+    kernels = tuple(words[:second]), tuple(words[second:])
+    assert _cuda_dispatch._is_apart((kernels[0][0], kernels[0][1:]), outputs), (p, said)
+    of = [times(p._replace(n=n, parameter_row=p.row)) for n in (outputs, p.n - outputs)]
+    us = _cuda_dispatch._PARTS.join + sum(us[kernel] for us, kernel in zip(of, kernels, strict=True))
+    if parts is None:
+        assert us >= least * (1 - 1e-5), (p, said)
+    else:
+        assert us <= parts.us * (1 + 1e-5), (p, said, parts)
+
+
 @pytest.mark.parametrize("gpu", [H100, A100, L40S], ids=["sm_90", "sm_80", "sm_89"])
 def test_products(rng, monkeypatch, dispatcher, gpu):
     """The kernel, and its configuration, with the scratch that the custom call has."""
@@ -154,6 +174,12 @@ def test_products(rng, monkeypatch, dispatcher, gpu):
         least: dict[str, float] = {}  # of each kernel
         for (other, *_), t in us.items():
             least[other] = min(t, least.get(other, math.inf))
+        if name == "matmul_parts" or " + " in said:
+            kernels = [least["matmul_warpgroup"], least["matmul_tiled"]]
+            in_tiles = product.m >= _cuda_dispatch._least_tiled_tokens(product) and _cuda_dispatch.tiled_kernel(product)
+            single = min(kernels[: 1 + in_tiles])
+            check_parts(product, config if name == "matmul_parts" else None, single)
+            continue
         if said != name:  # either, where both take as long in float32
             assert math.isclose(least.get(name, math.nan), least.get(said, math.nan), rel_tol=1e-5), (
                 product,
@@ -164,7 +190,7 @@ def test_products(rng, monkeypatch, dispatcher, gpu):
             assert us[name, *config] <= least[name] * (1 + 1e-5), (product, name, config, us[name, *config], least)
         else:
             assert name in ("matmul_decode", "matmul_stream"), (product, name, config)
-    kernels = {"tiled", "warpgroup", "resident", "decode"} if gpu == H100 else {"mma"}
+    kernels = {"tiled", "warpgroup", "parts", "resident", "decode"} if gpu == H100 else {"mma"}
     assert seen == {f"matmul_{kernel}" for kernel in kernels | {"stream"}}
 
 

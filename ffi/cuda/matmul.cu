@@ -13,6 +13,7 @@
 #include "cuda/matmul.h"
 #include "cuda/matmul_decode.h"
 #include "cuda/matmul_mma.h"
+#include "cuda/matmul_parts.h"
 #include "cuda/matmul_resident.h"
 #include "cuda/matmul_stream.h"
 #include "cuda/matmul_tiled.h"
@@ -167,7 +168,8 @@ struct ByWarpgroups {
   warpgroup::Config config;
   bool aligns;  // rows of scales and shift before
 };
-using Choice = std::variant<Streamed, Decoded, resident::Config, ByWarpgroups, tiled::Config, mma::Config>;
+using Choice =
+    std::variant<Streamed, Decoded, resident::Config, ByWarpgroups, tiled::Config, parts::Config, mma::Config>;
 
 // Where matmul_decode does not take it.
 Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
@@ -202,14 +204,25 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
   }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
-    if (args.m >= (by_warpgroups && !aligns && !table ? least : kStreamPass + 1) && tiled::supports(args)) {
-      tiled::Config tiles{};
+    const bool in_tiles =
+        args.m >= (by_warpgroups && !aligns && !table ? least : kStreamPass + 1) && tiled::supports(args);
+    tiled::Config tiles{};
+    bool tiled = false;
+    if (in_tiles) {
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
       const tiled::Costs& of_tiles = table ? costs::kTable : costs::kTiled;
       const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
       // With a table another pass takes longer in any case.
-      if ((table && !by_warpgroups) || tiled_us < us) return tiles;
+      tiled = (table && !by_warpgroups) || tiled_us < us;
+      if (tiled) us = tiled_us;
     }
+    if (by_warpgroups && !aligns && !splits && !table && args.batch == 1) {
+      parts::Config two;
+      const parts::Costs of_two{costs::kWarpgroup, costs::kTiled, costs::kPartsJoin, costs::kPartsGain,
+                                costs::kPartsMore};
+      if (parts::choose(args, device.multiprocessors, of_two, in_tiles, us, &two) < us) return two;
+    }
+    if (tiled) return tiles;
     if (by_warpgroups) return ByWarpgroups{warpgroups, aligns};
   }
   if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass && mma::supports(args)) {
@@ -283,6 +296,7 @@ struct Launch {
     return error == cudaSuccess ? warpgroup::launch(aligned_rows::after(args), warpgroups.config, stream) : error;
   }
   cudaError_t operator()(const tiled::Config& config) const { return tiled::launch(args, config, stream); }
+  cudaError_t operator()(const parts::Config& config) const { return parts::launch(args, config, stream); }
   cudaError_t operator()(const mma::Config& config) const { return mma::launch(args, config, stream); }
 };
 

@@ -15,13 +15,15 @@ bool takes(const MatmulArgs& args) {
 
 bool supports(const MatmulArgs& args) { return args.k > 0 && args.m > 0 && takes(args); }
 
-float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config) {
+float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config,
+             bool whole) {
   float least = 0.f;
   const float least_stage = has_small_groups(args) ? costs.small_groups : 0.f;
   const float of_low =
       (args.shift_mode == ShiftMode::kZeros ? costs.zeros : 0.f) + (args.bits == 8 ? costs.eight_bits : 0.f);
   for (int i = 0; i < costs.stage_count; ++i) {
     const Costs::Stage& stage = costs.stages[i];
+    if (whole && args.n % (stage.ctas * kCtaOutputs) != 0) continue;
     const int64_t tiles = args.batch * ceil_div(args.m, stage.tokens) * ceil_div(args.n, stage.ctas * kCtaOutputs);
     const int64_t clusters = multiprocessors / stage.ctas, rest = tiles % clusters;
     const float us_of_stage = std::max(stage.us + (stage.tokens < costs.low ? of_low : 0.f), least_stage);

@@ -16,6 +16,7 @@ constexpr int kMoreStages = 4;
 struct WaveParams {
   int tokens;               // of a tile
   int stages;               // of a tile
+  int first_output;         // of the kernel's part of the product
   Divisor of_batch;         // tiles of an entry
   tiles::Places places;     // rows of tokens, columns of a cluster's outputs
   int waves, rest, splits;  // rest: tiles of the last wave
@@ -62,7 +63,7 @@ struct Waves : RowsOf<kHeights> {
     const Place place = params.places.at(in_batch);
     tile.first = place.row * params.tokens;
     tile.rows = static_cast<int>(min(args.m - tile.first, int64_t{params.tokens}));
-    tile.n0 = (static_cast<int64_t>(place.column) * cta_count + rank) * kOutputs;
+    tile.n0 = params.first_output + (static_cast<int64_t>(place.column) * cta_count + rank) * kOutputs;
     return tile;
   }
 
@@ -123,7 +124,8 @@ cudaError_t launch_waves(const MatmulArgs& args, const Config& config, int stage
   walk.tokens = config.tokens;
   walk.stages = stages;
   const int token_tiles = static_cast<int>(ceil_div(args.m, config.tokens));
-  const int output_tiles = static_cast<int>(ceil_div(args.n, config.ctas * kOutputs));
+  const int output_tiles = static_cast<int>(ceil_div(config.part.count(args.n), config.ctas * kOutputs));
+  walk.first_output = config.part.first;
   walk.of_batch = Divisor(token_tiles * output_tiles);
   walk.places = tiles::Places(token_tiles, output_tiles);
   const int64_t tiles = args.batch * token_tiles * output_tiles;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/matmul.h"
+#include "cuda/part.h"
 
 namespace wonly::tiled {
 
@@ -14,6 +15,7 @@ struct Config {
   int tokens;               // of a tile: 64, 144, 160, 168, ..., kTileTokens; in convolutions whole 64
   int splits;               // clusters that share the inputs of a tile of the last, not whole, wave; 1: none do
   int ctas = kClusterCtas;  // of a cluster; 1 in convolutions alone
+  Part part{};
 };
 
 // Scratch that sharing each of `rest` tiles takes: the sums of all clusters but the last, and what says that they are
@@ -46,8 +48,9 @@ struct Costs {
 };
 
 // Sets the configuration that is expected to be fastest for `stages` stages of inputs and the scratch that there is;
-// returns the microseconds that it should take.
-float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config);
+// returns the microseconds that it should take. whole: as of warpgroup::choose.
+float choose(const MatmulArgs& args, int64_t stages, int multiprocessors, const Costs& costs, Config* config,
+             bool whole = false);
 
 // 16-bit activations whose rows the tensor copy engine can fetch; scales of the same type or float32, which are rounded
 // to it, and zeros or offsets of theirs, or uint8: what the kernels of tiled.cuh take, whatever their tiles are of.

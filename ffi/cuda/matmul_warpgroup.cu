@@ -63,7 +63,7 @@ int rounds_from(const MatmulArgs& args) {
 
 bool rounds(const MatmulArgs& args, int tokens) { return tokens >= rounds_from(args); }
 
-float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config) {
+float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config, bool whole) {
   const float stages = static_cast<float>(ceil_div(args.k, 128));
   const int log2 = log2_group_blocks(args);
   const float groups = log2 == 0 ? 4.f : log2 == 1 ? 2.f : 1.f;  // that end in a stage
@@ -80,6 +80,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
     if (cost.tokens >= 2 * args.m + 32) return;                        // mostly other tokens' work, not recorded
     if (groups > 1.f && cost.group == 0.f) return;
     if (cost.bits != 0 && cost.bits != args.bits) return;
+    if (whole && args.n % (64 * cost.warpgroups) != 0) return;
     const int64_t row_tiles = ceil_div(args.n, 64 * cost.warpgroups);
     const int64_t blocks = args.batch * row_tiles * ceil_div(args.m, cost.tokens);
     // Most shapes are out of the question however many CTAs share the inputs: this is the host's time for a product.

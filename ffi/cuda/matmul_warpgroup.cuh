@@ -90,6 +90,7 @@ struct Params {
   uint64_t* arrived;        // [tile, rank, warpgroup]: handed over
   float4* partial;          // [tile, rank, sums that the rank finishes]
   bool paired;              // a cluster is two CTAs of neighbouring outputs, which copy the tokens for each other
+  int first_output;         // of the kernel's part of the product
 };
 
 // The scales and shifts only where groups are smaller than a stage; `last` for a tile that is not full: the engine
@@ -664,7 +665,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   int row_block = params.token_tiles.divide(static_cast<int>(blockIdx.x) >> paired, &token_tile);
   if (paired) row_block = 2 * row_block + of_cluster;
   const int m0 = token_tile * S::kTokens;
-  const int n0 = row_block * S::kRows;
+  const int n0 = params.first_output + row_block * S::kRows;
   const int64_t batch = S::kTeams && params.teams > 1 ? 0 : blockIdx.z;
 
   const int team = S::kTeams && params.teams > 1 ? static_cast<int>(blockIdx.z) : 0;
@@ -725,8 +726,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     // Warp w of the producer brings the weights of row tile w; the first, or a third, activations, the second scales
     // and shifts. All lanes walk along, so that addresses stay in uniform registers, and one of them issues.
     const int producer = __shfl_sync(0xffffffffu, warp, 0) - S::kWarpgroups * 4;
-    const uint32_t* words = args.qw + batch * args.qw_batch_stride +
-                            static_cast<uint64_t>(row_block * S::kWarpgroups + producer) * k_tiles * kTileWords;
+    const uint32_t* words =
+        args.qw + batch * args.qw_batch_stride + static_cast<uint64_t>(n0 / kTileN + producer) * k_tiles * kTileWords;
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int scales_batch = args.scales_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int shifts_batch = args.shift_batch_stride == 0 ? 0 : static_cast<int>(batch);
@@ -1354,7 +1355,7 @@ cudaError_t launch_stages(const Kernel<Source>& kernel, typename Source::Params 
   params.stages = stages / (config.cluster * config.teams);
   params.more_stages = stages % (config.cluster * config.teams);
   params.teams = config.teams;
-  const int64_t tiles = ceil_div(args.n, kernel.outputs) * token_tiles;
+  const int64_t tiles = ceil_div(config.part.count(args.n), kernel.outputs) * token_tiles;
   if (config.teams > 1) {
     const int64_t bytes = team_bytes(tiles, config.cluster, kernel.tokens);
     if (!kernel.teams || config.cluster < 2 || args.batch > 1 || bytes > args.scratch_bytes) {
@@ -1392,9 +1393,10 @@ cudaError_t launch_shape(const Kernel<Source>& kernel, typename Source::Params p
     x.x_batch_stride = args.m * args.k;
   }
   Maps maps;
-  const int64_t ctas = args.batch * ceil_div(args.n, kernel.outputs) * ceil_div(args.m, kernel.tokens);
-  params.paired = kernel.pairs && config.cluster == 1 && config.teams == 1 &&
-                  pairs(ctas, ceil_div(args.n, kernel.outputs), config.multiprocessors);
+  const int64_t row_tiles = ceil_div(config.part.count(args.n), kernel.outputs);
+  const int64_t ctas = args.batch * row_tiles * ceil_div(args.m, kernel.tokens);
+  params.paired =
+      kernel.pairs && config.cluster == 1 && config.teams == 1 && pairs(ctas, row_tiles, config.multiprocessors);
   cudaError_t error = describe_blocks(args.m, kernel.tokens, &maps.x, &maps.last, [&](int tokens, CUtensorMap* map) {
     return describe_activations(x, params.paired ? (tokens + 15) / 16 * 8 : tokens, map);
   });
@@ -1512,6 +1514,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStrea
   Params params{};
   params.args = args;
   params.cluster = config.cluster;
+  params.first_output = config.part.first;
   params.log2_group_blocks = log2_group_blocks(args);
   const int log2 = params.log2_group_blocks;
   params.stage_groups = log2 == 0 ? 4 : log2 == 1 ? 2 : 1;

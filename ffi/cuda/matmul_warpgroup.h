@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/matmul.h"
+#include "cuda/part.h"
 
 namespace wonly::warpgroup {
 
@@ -12,6 +13,7 @@ struct Config {
   int cluster;     // CTAs along the inputs, 1 .. 8
   int multiprocessors;
   int teams = 1;  // 2: clusters of two CTAs or more that share a tile's inputs, and meet in scratch
+  Part part{};
 };
 
 // Whether CTAs of so many tokens and two warpgroups may be of two teams, where one group ends in a stage and scales are
@@ -74,8 +76,9 @@ struct Costs {
   float team;      // what two teams take to meet; 0: there are none
 };
 
-// Sets the configuration that is expected to be fastest; returns the microseconds that it should take.
-float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config);
+// Sets the configuration that is expected to be fastest; returns the microseconds that it should take. whole: only of
+// those whose tiles the outputs fill; 0 if there are none.
+float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Config* config, bool whole = false);
 
 // Whether this kernel computes `args`: rows of activations, scales, zeros and offsets that are 16-byte aligned. float32
 // activations: with scratch for split_rows of them.

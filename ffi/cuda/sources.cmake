@@ -69,9 +69,9 @@ if(wonly_build_cuda)
   list(FILTER wonly_sm90_kernels INCLUDE REGEX "(decode_kernels|resident_|warpgroup_|tiled_|quantized_matmul_|/conv_kernels|/band_conv_kernels).*[.]cu$")
   list(REMOVE_ITEM wonly_cuda_kernels ${wonly_sm90_kernels})
   # Host code alone (dispatchers and launches, without a kernel): a C++ compiler takes a fifth of nvcc's time for it.
-  set(wonly_cuda_host conv direct_conv launch matmul matmul_decode matmul_resident matmul_stream matmul_tiled
-      matmul_transposed matmul_warpgroup quantized_matmul ragged_matmul ragged_resident ragged_tiled ragged_warpgroup
-      scales_gradient tensor_map)
+  set(wonly_cuda_host conv direct_conv launch matmul matmul_decode matmul_parts matmul_resident matmul_stream
+      matmul_tiled matmul_transposed matmul_warpgroup quantized_matmul ragged_matmul ragged_resident ragged_tiled
+      ragged_warpgroup scales_gradient tensor_map)
   list(TRANSFORM wonly_cuda_host REPLACE "(.+)" "ffi/cuda/\\1.cu")
   set_source_files_properties(${wonly_cuda_host} PROPERTIES LANGUAGE CXX)
   # The dispatcher's numbers, as a header.

@@ -172,7 +172,10 @@ void products() {
     run(DType::kF16, 8 - scheme % 2 * 4, 150 - scheme / 2 * 15, 640, 12728, 32 << scheme % 2, scheme);  //
     run(DType::kBF16, 4, 50 + 30 * scheme, 512, 24568 - 8 * scheme, 128, scheme / 2 * 3);  // and with 192 outputs
     run(DType::kF16, 8 - scheme % 2 * 4, 128 + 64 * scheme, 512, 25328, 32 << scheme % 3, scheme);  //
-    for (const int64_t m : {8, 13, 31, 40, 90, 700}) {  // float32 activations in pieces
+    run(DType::kBF16, 4, 247 + scheme, 1024, 17912 - 8 * scheme, 128, scheme);  // two kernels of some outputs each
+    run(DType::kF16, 4, 69 + scheme, 1536, 25776, 128, scheme);                 //
+    run(DType::kBF16, 8, 160 + 8 * scheme, 1024, 26720, 128, scheme);           //
+    for (const int64_t m : {8, 13, 31, 40, 90, 700}) {                          // float32 activations in pieces
       run(DType::kF32, 4, m, 2112, 1100, m % 2 ? 64 : 32, scheme);
       run(DType::kF32, 8 - scheme / 2 * 4, m, 3000 + m % 2 * 72, 2060, m % 2 ? 256 : 0, scheme);
     }

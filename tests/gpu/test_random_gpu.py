@@ -11,6 +11,8 @@ from matmul_cases import rounds_weights
 from reference import DTYPES, MODES, UNITS, alike, random_weight, random_x, repeated, rounding
 
 import jax_wonly as jw
+from jax_wonly import _cuda_dispatch
+from jax_wonly._abi import ShiftMode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
@@ -35,6 +37,18 @@ def random_shape(rng, most_rows: int) -> tuple[int, int, int]:
     n = round(min(512 * 2 ** rng.uniform(0, 8), MOST_WEIGHTS / k))
     n -= n % 8 if rng.random() < 0.8 else 0
     return round(min(most_rows, MOST_INPUTS / k) ** rng.random()), k, n
+
+
+def product_of(scheme: dict, x_dtype: str, m: int, k: int, n: int) -> _cuda_dispatch.Product:
+    """What the choice of kernels knows of a product."""
+    scales = jnp.dtype(scheme["scale_dtype"])
+    mode = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS}.get(scheme["mode"], ShiftMode.ZEROS)
+    shift = jnp.dtype(scheme["shift_dtype"] or scales) if mode != ShiftMode.NONE else None
+    shift = jnp.dtype(jnp.uint8) if scheme["mode"] == "integer_zeros" else shift
+    scales, shift = _cuda_dispatch.parameter_types(scales, shift)
+    groups = k // (scheme["group_size"] or k)
+    product = _cuda_dispatch.Product(m, k, n, 1, scheme["bits"], jnp.dtype(x_dtype), scales, mode, shift, groups=groups)
+    return _cuda_dispatch.widened(product)
 
 
 def assert_close(y, exact, terms, roundings, inputs: int) -> None:
@@ -78,6 +92,37 @@ def test_product(rng, draw):
     exact, terms = x64 @ few.dense, np.abs(x64) @ few.magnitude
     assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
     np.testing.assert_array_equal(np.asarray(product(x, qt)), np.asarray(y))
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_two_kernels(rng, draw):
+    """Products of which two kernels have some outputs each, with a bias and a function after them."""
+    if not _cuda_dispatch.has_warpgroups():
+        pytest.skip("two kernels have a part of a product each on sm_90 alone")
+    x_dtype = str(rng.choice(["bfloat16", "float16"]))
+    for _ in range(3000):
+        scheme, m = random_scheme(rng), round(17 * 2 ** rng.uniform(0, 6))
+        _, k, n = random_shape(rng, 1)
+        if " + " in _cuda_dispatch.kernel(product_of(scheme, x_dtype, m, k, n)):
+            break
+    few = random_weight(rng, k, PERIOD, **scheme)
+    qt, x = repeated(few.qt, n), random_x(rng, (m, k), x_dtype)
+    kernels = jw.explain(x, qt, implementation="cuda").kernel
+    print(m, k, n, x_dtype, scheme, kernels)
+    assert kernels is not None and " + " in kernels
+    bias, activation = random_x(rng, (PERIOD,), x_dtype), [None, "relu"][draw % 2]
+    biases = jnp.tile(bias, -(-n // PERIOD))[:n] if draw % 3 else None
+    product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation=activation, implementation="cuda"))
+    y, x64 = product(x, qt, biases), np.asarray(x).astype(np.float64)
+    roundings = np.zeros((m, PERIOD))
+    if rounds_weights("cuda", x, qt):
+        roundings = UNITS[x_dtype] * alike_in(scheme, x_dtype, k) * np.sqrt(x64**2 @ few.rounded**2)
+    exact = x64 @ few.dense + (0 if biases is None else np.asarray(bias).astype(np.float64))
+    exact = exact if activation is None else np.maximum(exact, 0)
+    terms = np.abs(x64) @ few.magnitude + np.abs(np.asarray(bias).astype(np.float64))
+    assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(product(x, qt, biases)), np.asarray(y))
 
 
 @pytest.mark.parametrize("draw", DRAWS)
