@@ -539,3 +539,41 @@ def test_scratch_of_experts(warpgroups, ids):
         )
         room = rows * 65 + parameters if there and warpgroups else 0
         assert words == _abi.ragged_scratch(rows, 9) + room, (rows, shift)
+
+
+def test_two_kernels(rng, monkeypatch, warpgroups):
+    """They are expected to be faster than one, and what the first computes fills its tiles."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+    wide = Product(128, 5120, 25600, 1, 4, bfloat16, bfloat16, groups=40)
+    both = _cuda_dispatch._parts(wide)
+    if not warpgroups:
+        assert both is None
+        return
+    # A wave of tiles of 192 outputs, and four of 64 for clusters.
+    assert both is not None and both.outputs == 132 * 192
+    assert _cuda_dispatch.kernel(wide) == "matmul_warpgroup + matmul_warpgroup"
+    assert _cuda_dispatch.estimate(wide)[0] == both.us < _cuda_dispatch._warpgroup(wide)
+    assert _cuda_dispatch.rounds_weights(wide)
+    for other in (
+        wide._replace(m=16),
+        wide._replace(n=both.outputs),  # whole waves
+        wide._replace(batch=2),
+        wide._replace(x_dtype=float32),
+        wide._replace(shift_mode=ShiftMode.TABLE, shift_dtype=float32),
+    ):
+        assert _cuda_dispatch._parts(other) is None and "+" not in _cuda_dispatch.kernel(other)
+    found = 0
+    for m, k, n in zip(rng.integers(17, 1500, 200), rng.integers(4, 60, 200), rng.integers(16, 4000, 200), strict=True):
+        p = wide._replace(m=int(m), k=128 * int(k), n=8 * int(n), groups=int(k))
+        if (parts := _cuda_dispatch._parts(p)) is None:
+            continue
+        found += 1
+        (name, (_, splits, *_)), one = parts.first, [_cuda_dispatch._warpgroup(p)]
+        width = 256 if name == "matmul_tiled" else 64 * splits
+        if p.m >= _cuda_dispatch._least_tiled_tokens(p):
+            one.append(_cuda_dispatch._tiled(p))
+        assert 0 < parts.outputs < p.n and parts.outputs % width == 0
+        assert parts.us < _cuda_dispatch._PARTS.gain * min(one)
+        assert _cuda_dispatch.scratch(p, 1) > 0 or parts.second[0] != "matmul_tiled"
+    assert found > 10
