@@ -198,7 +198,7 @@ def record_parts(program: Path, output: Path, commit: str | None, count: int, se
         parts = None
         while parts is None:
             scheme, k, n, m = random_product(draw)
-            if m <= _cuda_dispatch._PARTS.more:
+            if m <= _cuda_dispatch._PARTS.tokens:
                 continue
             dtype, mode = jnp.dtype(DTYPES[scheme["dtype"]]), MODES.get(scheme["mode"], ShiftMode.ZEROS)
             shift = None if mode == ShiftMode.NONE else dtype

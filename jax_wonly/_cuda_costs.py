@@ -119,7 +119,7 @@ class Parts(NamedTuple):
 
     join: float
     gain: float
-    more: int
+    tokens: int
 
 
 class Stream(NamedTuple):

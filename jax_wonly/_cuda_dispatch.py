@@ -448,7 +448,7 @@ class Parts(NamedTuple):
 
 def _parts(p: Product) -> Parts | None:
     """As ``parts::choose`` in ``ffi/cuda/matmul_parts.cu``; None where one kernel is faster."""
-    if not isinstance(p.m, int) or p.m <= _PARTS.more or p.batch != 1 or p.split or p.table:
+    if not isinstance(p.m, int) or p.m <= _PARTS.tokens or p.batch != 1 or p.split or p.table:
         return None
     return _parts_on(p, _gpu()) if warpgroup_kernel(p) else None
 

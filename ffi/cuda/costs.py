@@ -83,7 +83,7 @@ def header() -> str:
             "// Of products by two kernels (matmul_parts.h).\n",
             f"inline constexpr float kPartsJoin = {number(newer['parts']['join'])};\n",
             f"inline constexpr float kPartsGain = {number(newer['parts']['gain'])};\n",
-            f"inline constexpr int64_t kPartsMore = {newer['parts']['more']};\n",
+            f"inline constexpr int64_t kPartsTokens = {newer['parts']['tokens']};\n",
             array("warpgroup::ClusterCost", "kResidentClusters", newer["resident"]["clusters"]),
             in_tiles("tiled::Cost", "kTiled", newer["tiled"]["costs"]),
             in_tiles("tiled::Cost", "kTable", newer["table"]),

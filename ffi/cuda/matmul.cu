@@ -219,7 +219,7 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
     if (by_warpgroups && !aligns && !splits && !table && args.batch == 1) {
       parts::Config two;
       const parts::Costs of_two{costs::kWarpgroup, costs::kTiled, costs::kPartsJoin, costs::kPartsGain,
-                                costs::kPartsMore};
+                                costs::kPartsTokens};
       if (parts::choose(args, device.multiprocessors, of_two, in_tiles, us, &two) < us) return two;
     }
     if (tiled) return tiles;
@@ -233,9 +233,9 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
   return Streamed{};
 }
 
-// The latest choices, for models make the same products again and again and a choice takes as long as half a launch
-// (docs/performance.md, log 158). By all that they depend on: the device, and everything of MatmulArgs but its
-// pointers.
+// The latest choices, for models make the same products again and again and a choice takes as long as half a launch, or
+// several of them where two kernels are tried (docs/performance.md, log 158 and 161). By all that they depend on: the
+// device, and everything of MatmulArgs but its pointers.
 class Choices {
  public:
   Choice& of(const MatmulArgs& args, const Device& device) {
@@ -244,24 +244,36 @@ class Choices {
     std::memcpy(key.data() + kNumbers / sizeof(uint64_t), &device, sizeof(Device));
     uint64_t hash = 0;  // multiplicative, of which the high bits depend on all
     for (const uint64_t word : key) hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
-    Entry& entry = entries_[hash >> (64 - kLog2Entries)];
-    if (!entry.known || entry.key != key) {
-      entry = {true, key, decodes(args, device) ? Choice{Decoded{}} : choose_undecoded(args, device)};
+    Pair& pair = pairs_[hash >> (64 - kLog2Pairs)];
+    for (const int i : {pair.latest, 1 - pair.latest}) {
+      Entry& entry = pair.entries[i];
+      if (entry.known && entry.key == key) {
+        pair.latest = i;
+        return entry.choice;
+      }
     }
+    pair.latest = 1 - pair.latest;
+    Entry& entry = pair.entries[pair.latest];
+    entry = {true, key, decodes(args, device) ? Choice{Decoded{}} : choose_undecoded(args, device)};
     return entry.choice;
   }
 
  private:
   static constexpr size_t kPointers = offsetof(MatmulArgs, scratch_bytes), kNumbers = sizeof(MatmulArgs) - kPointers;
   static_assert(kPointers == 7 * sizeof(void*) && kNumbers % sizeof(uint64_t) == 0, "numbers stand behind pointers");
-  static constexpr size_t kLog2Entries = 6;
+  static constexpr size_t kLog2Pairs = 7;
   using Key = std::array<uint64_t, ceil_div((kNumbers + sizeof(Device)), sizeof(uint64_t))>;
   struct Entry {
     bool known;
     Key key;
     Choice choice;
   };
-  std::array<Entry, size_t{1} << kLog2Entries> entries_{};
+  // Of products whose hashes are alike, the two latest.
+  struct Pair {
+    std::array<Entry, 2> entries;
+    int latest;
+  };
+  std::array<Pair, size_t{1} << kLog2Pairs> pairs_{};
 };
 
 cudaError_t launch_stream(const MatmulArgs& args, const Device& device, cudaStream_t stream) {

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 
 #include "cuda/matmul_parts.h"
 #include "layout.h"
@@ -8,7 +9,7 @@
 namespace wonly::parts {
 namespace {
 
-// Outputs of the first kernel: where tiles of some size fill whole waves, all that there are or all but one.
+// Outputs of the first kernel: those that are whole waves of tiles of some size, but for the last waves that there are.
 class Splits {
  public:
   Splits(const MatmulArgs& args, int multiprocessors, const Costs& costs) : n_(args.n) {
@@ -37,7 +38,7 @@ class Splits {
   const int64_t* end() const { return splits_.data() + count_; }
 
  private:
-  static constexpr int64_t kTried = 3;  // numbers of waves, the last of which may be all
+  static constexpr int64_t kTried = 3;  // numbers of waves, of which the largest may leave nothing
   void add(int64_t outputs) {
     if (outputs <= 0 || outputs >= n_ || count_ == splits_.size()) return;
     if (std::find(begin(), end(), outputs) == end()) splits_[count_++] = outputs;
@@ -45,6 +46,53 @@ class Splits {
 
   int64_t n_;
   std::array<int64_t, 256> splits_;
+  size_t count_ = 0;
+};
+
+// What so many outputs take at least, in microseconds: what each size of tiles takes to start and for an output, were
+// its tiles spread evenly. Most places to split at cannot bring anything, and choosing two kernels takes several times
+// as long as this.
+class Bounds {
+ public:
+  Bounds(const MatmulArgs& args, int multiprocessors, const Costs& costs, bool in_tiles) {
+    const auto add = [&](int64_t tokens, int outputs, int64_t stages, float stage, float start) {
+      const float work = static_cast<float>(ceil_div(args.m, tokens) * stages) * stage;
+      if (count_ < lines_.size()) lines_[count_] = {start, work / static_cast<float>(outputs * multiprocessors)};
+      ++count_;
+    };
+    const int64_t stages = ceil_div(args.k, 128), stages_of_tile = ceil_div(args.k, tiled::kStageInputs);
+    const auto add_shapes = [&](const warpgroup::Cost* shapes, int count) {
+      for (int i = 0; i < count; ++i) {
+        const warpgroup::Cost& shape = shapes[i];
+        if (shape.tokens < costs.warpgroups.one_pass && args.m > shape.tokens) continue;
+        float stage = shape.stage;
+        if (shape.shared_stage > 0.f) stage = std::min(stage, 0.5f * shape.shared_stage);
+        if (shape.paired > 0.f) stage = std::min(stage, shape.paired);
+        add(shape.tokens, shape.warpgroups * kTileN, stages, stage, shape.start);
+      }
+    };
+    add_shapes(costs.warpgroups.shapes, costs.warpgroups.shape_count);
+    add_shapes(costs.warpgroups.rounded, costs.warpgroups.rounded_count);
+    for (int i = 0; in_tiles && i < costs.tiles.stage_count; ++i) {
+      const tiled::Costs::Stage& stage = costs.tiles.stages[i];
+      add(stage.tokens, tiled::kCtaOutputs, stages_of_tile, stage.us, costs.tiles.start);
+    }
+  }
+  float of(int64_t outputs) const {
+    constexpr float kSurely = 0.999f;  // whatever sums of float32 are rounded to
+    if (count_ > lines_.size()) return 0.f;
+    float least = std::numeric_limits<float>::max();
+    for (size_t i = 0; i < count_; ++i) {
+      least = std::min(least, lines_[i].start + lines_[i].of_output * static_cast<float>(outputs));
+    }
+    return kSurely * least;
+  }
+
+ private:
+  struct Line {
+    float start, of_output;
+  };
+  std::array<Line, 128> lines_;
   size_t count_ = 0;
 };
 
@@ -70,15 +118,19 @@ float fastest(MatmulArgs args, int64_t outputs, bool whole, int multiprocessors,
 }  // namespace
 
 float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, bool in_tiles, float us, Config* config) {
-  if (args.m <= costs.more) return us;
+  if (args.m <= costs.tokens) return us;
   float least = costs.gain * us;
+  const Bounds bounds(args, multiprocessors, costs, in_tiles);
+  if (costs.join + bounds.of(args.n) >= least) return us;
   bool found = false;
-  MatmulArgs without_scratch = args;  // Python has reckoned with what the second takes
+  MatmulArgs without_scratch = args;  // which is as much as the second takes
   without_scratch.scratch_bytes = 0;
   for (const int64_t outputs : Splits(args, multiprocessors, costs)) {
+    const float rest = costs.join + bounds.of(args.n - outputs);
+    if (bounds.of(outputs) + rest >= least) continue;
     Config tried;
     const float first = fastest(without_scratch, outputs, true, multiprocessors, costs, in_tiles, &tried.first);
-    if (first == 0.f || costs.join + first >= least) continue;
+    if (first == 0.f || first + rest >= least) continue;
     const float second = fastest(args, args.n - outputs, false, multiprocessors, costs, in_tiles, &tried.second);
     const float both = costs.join + first + second;
     if (both >= least) continue;

@@ -18,9 +18,9 @@ struct Config {
 struct Costs {
   const warpgroup::Costs& warpgroups;
   const tiled::Costs& tiles;
-  float join;    // microseconds between the two
-  float gain;    // how much of one kernel's time two take at most, to be worth it
-  int64_t more;  // tokens up to which one kernel is taken
+  float join;      // microseconds between the two
+  float gain;      // how much of one kernel's time two take at most, to be worth it
+  int64_t tokens;  // up to which one kernel is taken
 };
 
 // Sets the two kernels that are expected to be fastest and returns what they should take, if that is less than one
