@@ -1,12 +1,17 @@
 """The emulator of CUDA kernels: it computes what PTX says, and stops where that is undefined (tests/emulator)."""
 
 import contextlib
+import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from matmul_cases import rounds_weights
+from reference import MODES, assert_product, random_weight, random_x, repeated
 
-from jax_wonly import _selftest
+import jax_wonly as jw
+from jax_wonly import _cuda_dispatch, _selftest
 
 HEAD = """
 .version 8.0
@@ -303,3 +308,30 @@ def test_missing_waits_show(emulated, seed, wait):
         finally:
             emulated.leave_out("", -1)
     assert not any(outcome.failures for outcome in _selftest.run_cases(prepared, [("", lambda: None)]))
+
+
+@pytest.mark.parametrize("multiprocessors", [4, 9])
+def test_two_kernels(emulated, rng, monkeypatch, multiprocessors):
+    """Products of which two kernels have some outputs each: on GPUs so small that small ones are."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
+    emulated.set_multiprocessors(multiprocessors)
+    period, found = 64, 0
+    try:
+        while found < 2:
+            m, k, n = int(rng.integers(17, 200)), 128 * int(rng.integers(2, 9)), 8 * int(rng.integers(20, 200))
+            scheme = {"bits": int(rng.choice([4, 8])), "group_size": int(rng.choice([32, 64, 128]))}
+            few = random_weight(rng, k, period, mode=str(rng.choice(MODES)), scale_dtype="bfloat16", **scheme)
+            x, bias, qt = random_x(rng, (m, k), "bfloat16"), random_x(rng, (period,)), repeated(few.qt, n)
+            if " + " not in (jw.explain(x, qt, implementation="cuda").kernel or ""):
+                continue
+            found += 1
+            biases = jnp.tile(bias, -(-n // period))[:n]
+            y = jw.matmul(x, qt, bias=biases, activation=[None, "relu"][found % 2], implementation="cuda")
+            rounded = rounds_weights("cuda", x, qt)
+            for first in range(0, n, period):
+                width = min(period, n - first)
+                these = dataclasses.replace(few, dense=few.dense[:, :width], magnitude=few.magnitude[:, :width])
+                close = {"activation": [None, "relu"][found % 2], "rounded_weights": rounded, "cut_off": True}
+                assert_product(y[:, first : first + width], x, these, bias=bias[:width], **close)
+    finally:
+        emulated.set_multiprocessors(132)

@@ -523,7 +523,7 @@ void Machine::make_grids() {
       const Dim clusters = launch.clusters();
       grid->clusters = int64_t{clusters.x} * clusters.y * clusters.z;
       const int ctas = ctas_of_multiprocessor(launch.threads(), launch.shared_bytes());
-      grid->resident = std::max(std::max(ctas, 1) * kGpu.multiprocessors / launch.cluster_ctas(), 1);
+      grid->resident = std::max(std::max(ctas, 1) * gpu.multiprocessors / launch.cluster_ctas(), 1);
     }
     grids_.push_back(std::move(grid));
   }

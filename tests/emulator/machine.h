@@ -156,9 +156,9 @@ struct Grid {
 class Machine {
  public:
   static Machine& the();
-  static constexpr DeviceAttributes kGpu{90, 132, 232448, 233472};  // an H100
+  static inline DeviceAttributes gpu{90, 132, 232448, 233472};  // an H100
   static int ctas_of_multiprocessor(int threads, int64_t shared_bytes) {
-    const int64_t by_shared = kGpu.bytes_of_multiprocessor / (shared_bytes + DeviceAttributes::kReservedBytes);
+    const int64_t by_shared = gpu.bytes_of_multiprocessor / (shared_bytes + DeviceAttributes::kReservedBytes);
     return static_cast<int>(std::min<int64_t>(2048 / threads, by_shared));
   }
 

@@ -82,7 +82,7 @@ cudaError_t enqueue(const void* function, Dim grid, Dim block, Dim cluster, size
   const int64_t threads = int64_t{block.x} * block.y * block.z;
   if (threads == 0 || threads > 1024 || grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535 ||
       grid.x % cluster.x != 0 || grid.y % cluster.y != 0 || grid.z % cluster.z != 0 ||
-      launch.shared_bytes() > Machine::kGpu.bytes_of_cta) {
+      launch.shared_bytes() > Machine::gpu.bytes_of_cta) {
     return cudaErrorInvalidConfiguration;
   }
   Machine::the().enqueue(std::move(launch));
@@ -233,7 +233,7 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  return Machine::kGpu.read(value, attribute);
+  return Machine::gpu.read(value, attribute);
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
   *attributes = {};
