@@ -97,6 +97,8 @@ SCHEMES = {
 INPUTS = (768, 1024, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 6656, 7168, 8192, 9728, 10240, 11008)
 INPUTS += (12288, 14336, 18944, 27648)
 TOKENS = (9, 1600)  # of random products; by kernels of other rules beyond
+MODES = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS}  # others are zeros
+DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 OF_TWO = -5  # two kernels, as kernel_sweep has it
 PLAUSIBLE, MOST_TRIED = 1.4, 20  # times the fastest expected: configurations that are timed, and how many at most
 
@@ -184,10 +186,6 @@ def random_product(draw: random.Random) -> tuple[dict, int, int, int]:
     return scheme, k, round(k * 2 ** draw.uniform(-1.5, 2.5) / 64) * 64, m
 
 
-MODES = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS}  # others are zeros
-DTYPES = {"bf16": "bfloat16", "f16": "float16"}
-
-
 def record_parts(program: Path, output: Path, commit: str | None, count: int, seed: int) -> None:
     """Measures random products that two kernels are chosen for by them, and by the one that is otherwise chosen."""
     draw, file = random.Random(seed), _cuda_costs.read(90)
@@ -198,14 +196,12 @@ def record_parts(program: Path, output: Path, commit: str | None, count: int, se
         parts = None
         while parts is None:
             scheme, k, n, m = random_product(draw)
-            if m <= _cuda_dispatch._PARTS.tokens:
-                continue
             dtype, mode = jnp.dtype(DTYPES[scheme["dtype"]]), MODES.get(scheme["mode"], ShiftMode.ZEROS)
             shift = None if mode == ShiftMode.NONE else dtype
             shift = jnp.dtype("uint8") if scheme["mode"] == "integer_zeros" else shift
             groups = k // (scheme["group_size"] or k)
             product = _cuda_dispatch.Product(m, k, n, 1, scheme["bits"], dtype, dtype, mode, shift, groups=groups)
-            parts = _cuda_dispatch._parts_on(product, ("9.0", fit_costs.MULTIPROCESSORS))
+            parts = _cuda_dispatch._parts(product)
         (kernel, *config), _ = min(fit_costs.expected(scheme, k, n, m)(file), key=lambda pair: pair[1])
         both = [line_of(name.removeprefix("matmul_"), kept) for name, kept in map(without_ctas, parts[:2])]
         lines = [line_of(kernel, config), (OF_TWO, parts.outputs, 0, 0, 0), *both]

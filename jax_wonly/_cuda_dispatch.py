@@ -437,8 +437,8 @@ def _tiled(p: Product) -> float:
     return _least(_tiled_times(p))
 
 
-class Parts(NamedTuple):
-    """Two kernels of a product: names with configurations, outputs of the first, and microseconds of both."""
+class TwoKernels(NamedTuple):
+    """Those of a product: names with configurations, outputs of the first, and microseconds of both."""
 
     first: tuple[str, tuple]
     second: tuple[str, tuple]
@@ -446,7 +446,7 @@ class Parts(NamedTuple):
     us: float
 
 
-def _parts(p: Product) -> Parts | None:
+def _parts(p: Product) -> TwoKernels | None:
     """As ``parts::choose`` in ``ffi/cuda/matmul_parts.cu``; None where one kernel is faster."""
     if not isinstance(p.m, int) or p.m <= _PARTS.tokens or p.batch != 1 or p.split or p.table:
         return None
@@ -454,7 +454,7 @@ def _parts(p: Product) -> Parts | None:
 
 
 @functools.lru_cache(4096)
-def _parts_on(p: Product, gpu: tuple[str, int]) -> Parts | None:
+def _parts_on(p: Product, gpu: tuple[str, int]) -> TwoKernels | None:
     in_tiles = tiled_kernel(p) and p.m >= _least_tiled_tokens(p)
 
     def fastest(outputs: int, whole: bool) -> tuple[tuple[str, tuple], float]:
@@ -463,8 +463,8 @@ def _parts_on(p: Product, gpu: tuple[str, int]) -> Parts | None:
         times = [(("matmul_warpgroup", config), us) for config, us in _warpgroup_times(part)]
         if in_tiles:
             times += [(("matmul_tiled", config), us) for config, us in _tiled_times(part)]
-        if whole:  # of tiles that are full, without scratch
-            times = [pair for pair in times if _is_apart(pair[0], outputs)]
+        if whole:
+            times = [pair for pair in times if _may_be_first(pair[0], outputs)]
         return min(times, key=lambda pair: pair[1], default=(("", ()), math.inf))
 
     best, least = None, _PARTS.gain * min(_warpgroup(p), _tiled(p) if in_tiles else math.inf)
@@ -475,11 +475,12 @@ def _parts_on(p: Product, gpu: tuple[str, int]) -> Parts | None:
         second, rest = fastest(p.n - outputs, False)
         if _PARTS.join + us + rest < least:
             least = _PARTS.join + us + rest
-            best = Parts(first, second, outputs, least)
+            best = TwoKernels(first, second, outputs, least)
     return best
 
 
-def _is_apart(kernel: tuple[str, tuple], outputs: int) -> bool:
+def _may_be_first(kernel: tuple[str, tuple], outputs: int) -> bool:
+    """Whether its tiles are full, and it takes no scratch."""
     name, config = kernel
     if name == "matmul_tiled":
         _, splits, ctas = config

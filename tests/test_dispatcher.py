@@ -152,7 +152,7 @@ def check_parts(p: Product, said: list | None, single: float) -> None:
     outputs, *words = said
     second = next(i for i in range(1, len(words)) if isinstance(words[i], str))
     kernels = tuple(words[:second]), tuple(words[second:])
-    assert _cuda_dispatch._is_apart((kernels[0][0], kernels[0][1:]), outputs), (p, said)
+    assert _cuda_dispatch._may_be_first((kernels[0][0], kernels[0][1:]), outputs), (p, said)
     of = [times(p._replace(n=n, parameter_row=p.row)) for n in (outputs, p.n - outputs)]
     us = _cuda_dispatch._PARTS.join + sum(us[kernel] for us, kernel in zip(of, kernels, strict=True))
     if parts is None:

@@ -326,12 +326,13 @@ def test_two_kernels(emulated, rng, monkeypatch, multiprocessors):
                 continue
             found += 1
             biases = jnp.tile(bias, -(-n // period))[:n]
-            y = jw.matmul(x, qt, bias=biases, activation=[None, "relu"][found % 2], implementation="cuda")
-            rounded = rounds_weights("cuda", x, qt)
+            activation = [None, "relu"][found % 2]
+            y = jw.matmul(x, qt, bias=biases, activation=activation, implementation="cuda")
+            close = {"rounded_weights": rounds_weights("cuda", x, qt), "cut_off": True}
             for first in range(0, n, period):
                 width = min(period, n - first)
                 these = dataclasses.replace(few, dense=few.dense[:, :width], magnitude=few.magnitude[:, :width])
-                close = {"activation": [None, "relu"][found % 2], "rounded_weights": rounded, "cut_off": True}
-                assert_product(y[:, first : first + width], x, these, bias=bias[:width], **close)
+                part = y[:, first : first + width]
+                assert_product(part, x, these, bias=bias[:width], activation=activation, **close)
     finally:
         emulated.set_multiprocessors(132)

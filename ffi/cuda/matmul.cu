@@ -207,14 +207,14 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
     const bool in_tiles =
         args.m >= (by_warpgroups && !aligns && !table ? least : kStreamPass + 1) && tiled::supports(args);
     tiled::Config tiles{};
-    bool tiled = false;
+    bool takes_tiles = false;
     if (in_tiles) {
       const int64_t stages = ceil_div(args.k, tiled::kStageInputs);
       const tiled::Costs& of_tiles = table ? costs::kTable : costs::kTiled;
       const float tiled_us = tiled::choose(args, stages, device.multiprocessors, of_tiles, &tiles);
       // With a table another pass takes longer in any case.
-      tiled = (table && !by_warpgroups) || tiled_us < us;
-      if (tiled) us = tiled_us;
+      takes_tiles = (table && !by_warpgroups) || tiled_us < us;
+      if (takes_tiles) us = tiled_us;
     }
     if (by_warpgroups && !aligns && !splits && !table && args.batch == 1) {
       parts::Config two;
@@ -222,7 +222,7 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
                                 costs::kPartsTokens};
       if (parts::choose(args, device.multiprocessors, of_two, in_tiles, us, &two) < us) return two;
     }
-    if (tiled) return tiles;
+    if (takes_tiles) return tiles;
     if (by_warpgroups) return ByWarpgroups{warpgroups, aligns};
   }
   if (device.architecture >= 80 && device.architecture != 90 && args.m > kStreamPass && mma::supports(args)) {

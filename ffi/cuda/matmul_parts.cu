@@ -9,6 +9,14 @@
 namespace wonly::parts {
 namespace {
 
+// Calls `of_shape` for every shape of matmul_warpgroup, and `of_tile` for every size of tiles of matmul_tiled.
+template <typename OfShape, typename OfTile>
+void for_each_size(const Costs& costs, OfShape&& of_shape, OfTile&& of_tile) {
+  std::for_each_n(costs.warpgroups.shapes, costs.warpgroups.shape_count, of_shape);
+  std::for_each_n(costs.warpgroups.rounded, costs.warpgroups.rounded_count, of_shape);
+  std::for_each_n(costs.tiles.stages, costs.tiles.stage_count, of_tile);
+}
+
 // Outputs of the first kernel: those that are whole waves of tiles of some size, but for the last waves that there are.
 class Splits {
  public:
@@ -17,22 +25,16 @@ class Splits {
       const int64_t token_tiles = ceil_div(args.m, tokens);
       // Of as many waves, whole rows of tiles: each a tile's outputs and all tokens.
       const auto rows = [&](int64_t waves) { return waves * places / token_tiles; };
-      const int64_t waves = (ceil_div(args.n, outputs) * token_tiles + places - 1) / places;
+      const int64_t waves = ceil_div(ceil_div(args.n, outputs) * token_tiles, places);
       for (int64_t q = waves; q > std::max<int64_t>(waves - kTried, 0); --q) add(rows(q) * outputs);
     };
-    const auto add_shapes = [&](const warpgroup::Cost* shapes, int count) {
-      for (int i = 0; i < count; ++i) {
-        const warpgroup::Cost& shape = shapes[i];
-        if (shape.tokens < costs.warpgroups.one_pass || shape.shared_stage > 0.f) continue;
-        add_waves(shape.tokens, shape.warpgroups * kTileN, multiprocessors);
-      }
+    const auto of_shape = [&](const warpgroup::Cost& shape) {
+      if (shape.tokens < costs.warpgroups.one_pass || shape.shared_stage > 0.f) return;
+      add_waves(shape.tokens, shape.warpgroups * kTileN, multiprocessors);
     };
-    add_shapes(costs.warpgroups.shapes, costs.warpgroups.shape_count);
-    add_shapes(costs.warpgroups.rounded, costs.warpgroups.rounded_count);
-    for (int i = 0; i < costs.tiles.stage_count; ++i) {
-      const tiled::Costs::Stage& stage = costs.tiles.stages[i];
+    for_each_size(costs, of_shape, [&](const tiled::Costs::Stage& stage) {
       add_waves(stage.tokens, stage.ctas * tiled::kCtaOutputs, multiprocessors / stage.ctas);
-    }
+    });
   }
   const int64_t* begin() const { return splits_.data(); }
   const int64_t* end() const { return splits_.data() + count_; }
@@ -61,22 +63,16 @@ class Bounds {
       ++count_;
     };
     const int64_t stages = ceil_div(args.k, 128), stages_of_tile = ceil_div(args.k, tiled::kStageInputs);
-    const auto add_shapes = [&](const warpgroup::Cost* shapes, int count) {
-      for (int i = 0; i < count; ++i) {
-        const warpgroup::Cost& shape = shapes[i];
-        if (shape.tokens < costs.warpgroups.one_pass && args.m > shape.tokens) continue;
-        float stage = shape.stage;
-        if (shape.shared_stage > 0.f) stage = std::min(stage, 0.5f * shape.shared_stage);
-        if (shape.paired > 0.f) stage = std::min(stage, shape.paired);
-        add(shape.tokens, shape.warpgroups * kTileN, stages, stage, shape.start);
-      }
+    const auto of_shape = [&](const warpgroup::Cost& shape) {
+      if (shape.tokens < costs.warpgroups.one_pass && args.m > shape.tokens) return;
+      float stage = shape.stage;
+      if (shape.shared_stage > 0.f) stage = std::min(stage, 0.5f * shape.shared_stage);
+      if (shape.paired > 0.f) stage = std::min(stage, shape.paired);
+      add(shape.tokens, shape.warpgroups * kTileN, stages, stage, shape.start);
     };
-    add_shapes(costs.warpgroups.shapes, costs.warpgroups.shape_count);
-    add_shapes(costs.warpgroups.rounded, costs.warpgroups.rounded_count);
-    for (int i = 0; in_tiles && i < costs.tiles.stage_count; ++i) {
-      const tiled::Costs::Stage& stage = costs.tiles.stages[i];
-      add(stage.tokens, tiled::kCtaOutputs, stages_of_tile, stage.us, costs.tiles.start);
-    }
+    for_each_size(costs, of_shape, [&](const tiled::Costs::Stage& stage) {
+      if (in_tiles) add(stage.tokens, tiled::kCtaOutputs, stages_of_tile, stage.us, costs.tiles.start);
+    });
   }
   float of(int64_t outputs) const {
     constexpr float kSurely = 0.999f;  // whatever sums of float32 are rounded to

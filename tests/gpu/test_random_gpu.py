@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matmul_cases import rounds_weights
-from reference import DTYPES, MODES, UNITS, alike, random_weight, random_x, repeated, rounding
+from reference import DTYPES, MODES, UNITS, Weight, activate, alike, random_weight, random_x, repeated, rounding
 
 import jax_wonly as jw
 from jax_wonly import _cuda_dispatch
@@ -76,22 +76,35 @@ def folded(a: np.ndarray) -> np.ndarray:
     return whole.reshape(len(a), -1, PERIOD).sum(1)
 
 
+def check_product(x, few: Weight, n: int, scheme: dict, bias=None, activation=None) -> str:
+    """Holds a product of ``n`` outputs, those of ``few`` over and over, to float64; the same bits each time. Returns
+    the names of its kernels.
+    """
+    qt, k, x_dtype = repeated(few.qt, n), x.shape[1], str(x.dtype)
+    kernels = jw.explain(x, qt, implementation="cuda").kernel
+    print(*x.shape, n, x_dtype, scheme, kernels)
+    biases = None if bias is None else jnp.tile(bias, -(-n // PERIOD))[:n]
+    product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation=activation, implementation="cuda"))
+    y, x64 = product(x, qt, biases), np.asarray(x).astype(np.float64)
+    roundings = np.zeros((len(x), PERIOD))
+    if rounds_weights("cuda", x, qt) and x_dtype != "float32":
+        roundings = UNITS[x_dtype] * alike_in(scheme, x_dtype, k) * np.sqrt(x64**2 @ few.rounded**2)
+    added = np.zeros(PERIOD) if bias is None else np.asarray(bias).astype(np.float64)
+    exact, terms = activate(x64 @ few.dense + added, activation), np.abs(x64) @ few.magnitude + np.abs(added)
+    assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(product(x, qt, biases)), np.asarray(y))
+    assert kernels is not None
+    return kernels
+
+
 @pytest.mark.parametrize("draw", DRAWS)
 def test_product(rng, draw):
     few_rows = draw % 2 == 0  # of decoding
     scheme, x_dtype = random_scheme(rng), str(rng.choice(list(DTYPES)))
     m, k, n = random_shape(rng, 17 if few_rows else 2000)
     few = random_weight(rng, k, PERIOD, **scheme)
-    qt, x = repeated(few.qt, n), random_x(rng, (m, k), x_dtype)
-    print(m, k, n, x_dtype, scheme, jw.explain(x, qt, implementation="cuda").kernel)
-    product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
-    y, x64 = product(x, qt), np.asarray(x).astype(np.float64)
-    roundings = np.zeros((m, PERIOD))
-    if rounds_weights("cuda", x, qt) and x_dtype != "float32":
-        roundings = UNITS[x_dtype] * alike_in(scheme, x_dtype, k) * np.sqrt(x64**2 @ few.rounded**2)
-    exact, terms = x64 @ few.dense, np.abs(x64) @ few.magnitude
-    assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
-    np.testing.assert_array_equal(np.asarray(product(x, qt)), np.asarray(y))
+    check_product(random_x(rng, (m, k), x_dtype), few, n, scheme)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
@@ -105,24 +118,9 @@ def test_two_kernels(rng, draw):
         _, k, n = random_shape(rng, 1)
         if " + " in _cuda_dispatch.kernel(product_of(scheme, x_dtype, m, k, n)):
             break
-    few = random_weight(rng, k, PERIOD, **scheme)
-    qt, x = repeated(few.qt, n), random_x(rng, (m, k), x_dtype)
-    kernels = jw.explain(x, qt, implementation="cuda").kernel
-    print(m, k, n, x_dtype, scheme, kernels)
-    assert kernels is not None and " + " in kernels
-    bias, activation = random_x(rng, (PERIOD,), x_dtype), [None, "relu"][draw % 2]
-    biases = jnp.tile(bias, -(-n // PERIOD))[:n] if draw % 3 else None
-    product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation=activation, implementation="cuda"))
-    y, x64 = product(x, qt, biases), np.asarray(x).astype(np.float64)
-    roundings = np.zeros((m, PERIOD))
-    if rounds_weights("cuda", x, qt):
-        roundings = UNITS[x_dtype] * alike_in(scheme, x_dtype, k) * np.sqrt(x64**2 @ few.rounded**2)
-    exact = x64 @ few.dense + (0 if biases is None else np.asarray(bias).astype(np.float64))
-    exact = exact if activation is None else np.maximum(exact, 0)
-    terms = np.abs(x64) @ few.magnitude + np.abs(np.asarray(bias).astype(np.float64))
-    assert_close(y, all_columns(exact, n), all_columns(terms, n), all_columns(roundings, n), k)
-    for _ in range(3):
-        np.testing.assert_array_equal(np.asarray(product(x, qt, biases)), np.asarray(y))
+    few, x = random_weight(rng, k, PERIOD, **scheme), random_x(rng, (m, k), x_dtype)
+    bias = random_x(rng, (PERIOD,), x_dtype) if draw % 3 else None
+    assert " + " in check_product(x, few, n, scheme, bias, [None, "relu"][draw % 2])
 
 
 @pytest.mark.parametrize("draw", DRAWS)
