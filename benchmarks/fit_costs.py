@@ -112,7 +112,7 @@ def numbers_of(value, at=()) -> Iterator[tuple]:
         fixed = (
             "stream" in at
             or "parts" in at
-            or key == "team"  # the record of tables has no such
+            or key in ("team", "even", "even_token", "even_eight_bits")  # the records of tables have no such
             or (at[-2:-1] == ("rounded",) and key == PAIRED)  # nor pairs, or not their own
             or ("clusters" in at and key == 2)
             or (key == "start" and at in (("tiled", "costs"), ("table",)))

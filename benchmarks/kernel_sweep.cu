@@ -7,7 +7,8 @@
 //       one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
 //       X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
 //       SHIFT: symmetric (default), integer_zeros, float_zeros, offsets or table
-//       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups, ctas for teams
+//       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups, cluster 0 for inputs shared evenly,
+//       ctas for teams, or those of a multiprocessor
 //       the decode kernel: atoms -1, tiles for parts
 //       the tiled kernel: atoms -2, tiles for tokens / 8, warps for splits
 //       the mma kernel: atoms -3, tiles for tokens / 8, warps for splits
@@ -305,7 +306,7 @@ int check(int every, const char* only) {
             rounds = warpgroup::rounds(args, tokens);
             if (rounds) want.swap(of_rounded);
             for (int warpgroups : {1, 2, 3, 4})
-              for (int cluster : {1, 2, 3, 4, 8})
+              for (int cluster : {1, 2, 3, 4, 8, warpgroup::kEvenly})
                 if (warpgroups == 2 || warpgroups == 3 || tokens == 32 || tokens == 64) {
                   compare("warpgroup", tokens, warpgroups, cluster, 0, [&] {
                     return warpgroup::launch(args, {tokens, warpgroups, cluster, device.multiprocessors}, nullptr);
@@ -539,13 +540,14 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
       }
       for (int tokens : kWarpgroupTokens)
         for (int warpgroups : {1, 2, 3, 4})
-          for (int cluster : {1, 2, 3, 4, 6}) {
+          for (int cluster : {1, 2, 3, 4, 6, warpgroup::kEvenly}) {
             if (device.architecture != 90 || !warpgroup::supports(calls[0])) continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
             if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < (xt == DType::kF32 ? 64 : 96))) continue;
-            const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * cluster;
+            const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * std::max(cluster, 1);
             if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
             time({0, tokens / 8, warpgroups, cluster, 1});
+            if (cluster == warpgroup::kEvenly) time({0, tokens / 8, warpgroups, cluster, 2});
           }
       for (int tokens : {32, 64, 128})
         for (int splits = 1; splits <= 16; ++splits) {

@@ -7,11 +7,13 @@
     python benchmarks/tune.py --random 600 [--seed 0]     the same of products drawn at random, into another file
     python benchmarks/tune.py --parts 300 [--seed 0]     of those that two kernels are chosen for: them, and the one
         that would be chosen otherwise, into another file
+    python benchmarks/tune.py --even 300 [--seed 0]     the same of those whose stages CTAs share out evenly
 
 Prints the fastest configurations of each product, or, of random ones, how much longer than those the chosen ones take.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -20,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import fit_costs
@@ -161,7 +164,7 @@ def config_of(strips: int, tiles: int, warps: int, cluster: int, ctas: int) -> t
     return "stream", {"strips": strips, "tiles": tiles, "warps": warps, "cluster": cluster, "ctas": ctas}
 
 
-def line_of(kernel: str, numbers: tuple[int, ...]) -> tuple[int, ...]:
+def line_of(kernel: str, numbers: Sequence[int]) -> tuple[int, ...]:
     """The other way round, of the kernels whose configuration follows from a model of costs."""
     match kernel:
         case "tiled":
@@ -186,36 +189,64 @@ def random_product(draw: random.Random) -> tuple[dict, int, int, int]:
     return scheme, k, round(k * 2 ** draw.uniform(-1.5, 2.5) / 64) * 64, m
 
 
-def record_parts(program: Path, output: Path, commit: str | None, count: int, seed: int) -> None:
-    """Measures random products that two kernels are chosen for by them, and by the one that is otherwise chosen."""
-    draw, file = random.Random(seed), _cuda_costs.read(90)
-    rows, gains = defaultdict(list), []
+def chosen(product: _cuda_dispatch.Product, *, two: bool = True, evenly: bool = True) -> list[tuple[str, tuple]]:
+    """The kernel of a product of many tokens with its configuration, or, if there are `two`, these with the outputs of
+    the first before them. evenly: whether CTAs may share stages out so.
+    """
+    costs = _cuda_dispatch._WARPGROUPS
+    _cuda_dispatch._parts_on.cache_clear()
+    try:
+        if not evenly:
+            _cuda_dispatch._WARPGROUPS = costs._replace(even=0.0)
+        if two and (parts := _cuda_dispatch._parts(product)):
+            return [("parts", (parts.outputs,)), *map(without_ctas, parts[:2])]
+        times = [(("matmul_warpgroup", config), us) for config, us in _cuda_dispatch._warpgroup_times(product)]
+        if _cuda_dispatch.tiled_kernel(product) and product.m >= _cuda_dispatch._least_tiled_tokens(product):
+            times += [(("matmul_tiled", config), us) for config, us in _cuda_dispatch._tiled_times(product)]
+        return [without_ctas(min(times, key=lambda pair: pair[1])[0])]
+    finally:
+        _cuda_dispatch._WARPGROUPS = costs
+
+
+def is_even(kernel: tuple[str, tuple]) -> bool:
+    name, config = kernel
+    return name == "matmul_warpgroup" and config[2] == _cuda_costs.EVENLY
+
+
+def record_other(program: Path, output: Path, commit: str | None, count: int, seed: int, kind: str) -> None:
+    """Measures random products for which one of the other ways of `kind` is chosen, "parts" or "even": by that, and by
+    what is chosen without it.
+    """
+    draw, rows, gains = random.Random(seed), defaultdict(list), []
     process = subprocess.Popen([program, "race"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin and process.stdout
     for _ in progress(range(count), label="products"):
-        parts = None
-        while parts is None:
+        while True:
             scheme, k, n, m = random_product(draw)
+            if m <= _cuda_dispatch.STREAM_TOKENS:
+                continue
             dtype, mode = jnp.dtype(DTYPES[scheme["dtype"]]), MODES.get(scheme["mode"], ShiftMode.ZEROS)
             shift = None if mode == ShiftMode.NONE else dtype
             shift = jnp.dtype("uint8") if scheme["mode"] == "integer_zeros" else shift
             groups = k // (scheme["group_size"] or k)
             product = _cuda_dispatch.Product(m, k, n, 1, scheme["bits"], dtype, dtype, mode, shift, groups=groups)
-            parts = _cuda_dispatch._parts(product)
-        (kernel, *config), _ = min(fit_costs.expected(scheme, k, n, m)(file), key=lambda pair: pair[1])
-        both = [line_of(name.removeprefix("matmul_"), kept) for name, kept in map(without_ctas, parts[:2])]
-        lines = [line_of(kernel, config), (OF_TWO, parts.outputs, 0, 0, 0), *both]
-        words = (scheme["bits"], scheme["group_size"], scheme["dtype"], k, n, m, scheme["mode"])
-        print(*words, *(number for line in lines for number in line), file=process.stdin, flush=True)
+            kernels = chosen(product)
+            if kernels[0][0] == "parts" if kind == "parts" else any(map(is_even, kernels)):
+                break
+        both = (chosen(product, two=kind != "parts", evenly=kind != "even"), kernels)
+        words = [scheme["bits"], scheme["group_size"], scheme["dtype"], k, n, m, scheme["mode"]]
+        for name, config in itertools.chain(*both):
+            short = name.removeprefix("matmul_")
+            words += (OF_TWO, *config, 0, 0, 0) if short == "parts" else line_of(short, config)
+        print(*words, file=process.stdin, flush=True)
         us = []
         while line := process.stdout.readline().strip():
             us.append(float(line.split()[-2]))
         if process.poll() or len(us) != 2:
             sys.exit("kernel_sweep failed")
-        rows[tuple(scheme.values())] += [
-            [k, n, m, kernel, list(config), us[0]],
-            [k, n, m, "parts", [parts.outputs, *parts.first, *parts.second], us[1]],
-        ]
+        for (first, *others), took in zip(both, us, strict=True):
+            config = [*first[1], *itertools.chain(*others)]
+            rows[tuple(scheme.values())].append([k, n, m, first[0].removeprefix("matmul_"), config, took])
         gains.append(us[0] / us[1])
     process.stdin.close()
     of = {key: dict(zip(SCHEME, key, strict=True)) for key in sorted(rows)}
@@ -223,7 +254,7 @@ def record_parts(program: Path, output: Path, commit: str | None, count: int, se
     print(f"written to {output}")
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     print(
-        f"{count} products: two kernels {mean:.4f} times as fast as one on average, {max(gains):.3f} at best, "
+        f"{count} products: {kind} {mean:.4f} times as fast as without on average, {max(gains):.3f} at best, "
         f"{min(gains):.3f} at worst, {sum(gain < 0.99 for gain in gains)} below 0.99"
     )
 
@@ -320,9 +351,12 @@ def main() -> None:
     parser.add_argument("--record", nargs="?", type=Path, const=RECORD, metavar="FILE", help="(default: %(const)s)")
     parser.add_argument("--random", type=int, metavar="COUNT", help="products drawn at random, beside one another")
     parser.add_argument("--parts", type=int, metavar="COUNT", help="the same that two kernels are chosen for")
+    parser.add_argument("--even", type=int, metavar="COUNT", help="the same whose stages CTAs share out evenly")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument(
-        "--output", type=Path, help="of random ones (default: h100-tune-random.json and -parts.json of the results)"
+        "--output",
+        type=Path,
+        help="of random ones (default: h100-tune-random.json, -parts.json or -even.json of the results)",
     )
     parser.add_argument("--executable", type=Path, help="kernel_sweep, built before")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
@@ -337,10 +371,11 @@ def main() -> None:
     if args.random:
         record_random(program, args.output or fit_costs.RANDOM_RECORD, args.commit, args.random, args.seed)
         return
-    if args.parts:
-        output = args.output or fit_costs.RANDOM_RECORD.with_name("h100-tune-parts.json")
-        record_parts(program, output, args.commit, args.parts, args.seed)
-        return
+    for kind, count in (("parts", args.parts), ("even", args.even)):
+        if count:
+            output = args.output or fit_costs.RANDOM_RECORD.with_name(f"h100-tune-{kind}.json")
+            record_other(program, output, args.commit, count, args.seed, kind)
+            return
     if args.record:
         record(program, args.record, args.commit)
         return

@@ -88,6 +88,13 @@ def team_scratch(tiles: int, cluster: int, tokens: int) -> int:
     return tiles * cluster * 2 * (64 * (-(-(tokens // 2) // 16) * 16) + 2)
 
 
+def even_scratch(ctas: int, tokens: int, warpgroups: int) -> int:
+    """Words of scratch of CTAs that share the inputs of all tiles of ``tokens`` tokens evenly: as
+    ``warpgroup::even_bytes`` in ``ffi/cuda/matmul_warpgroup.h``, and what of the end is no multiple of 16 bytes.
+    """
+    return -(-ctas * warpgroups * (64 * tokens + 2) // 4) * 4 + 3
+
+
 ROW_ELEMENTS = 16  # of scales and shift where kernels copy whole rows: 16 bytes of uint8, or more of others
 
 
@@ -98,15 +105,18 @@ def aligned_rows_scratch(rows: int, row: int, sizes: list[int]) -> int:
     return sum(-(-rows * row * size // 256) * 64 for size in sizes)
 
 
+SPLIT_ROWS = 512  # of float32 activations that are taken at a time
+
+
 def split_scratch(x_batch: int, m: int, k: int, batch: int, sums: int = 0) -> int:
     """Words of scratch for float32 activations ``[x_batch, m, k]`` on CUDA, as two fp16 numbers each, and a power of
     two and ``sums`` for each row.
 
-    Those of one weight are taken 512 rows at a time, 2 KB for each of K: so many stay in the L2 of an H100 up to 20,000
-    inputs. ``batch`` is that of the product; the rows of several weights need as much as x has. As
+    Those of one weight are taken ``SPLIT_ROWS`` at a time, 2 KB for each of K: so many stay in the L2 of an H100 up to
+    20,000 inputs. ``batch`` is that of the product; the rows of several weights need as much as x has. As
     ``warpgroup::split_rows`` in ``ffi/cuda/matmul_warpgroup.h``.
     """
-    rows = m if batch > 1 else min(m, 512)
+    rows = m if batch > 1 else min(m, SPLIT_ROWS)
     return x_batch * (rows * (k + 1 + sums) + (3 * (sums + 1) if sums else 0))
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax_wonly import _abi
+
 
 class Warpgroups(NamedTuple):
     """``matmul_warpgroup`` with one pair of tokens and warpgroups of a CTA."""
@@ -247,6 +249,15 @@ class WarpgroupCosts(NamedTuple):
     alone_ctas: int  # of a cluster at most where two CTAs do not share a multiprocessor
     one_pass: int  # tokens below which a shape is for no more tokens than it has
     team: float  # what two teams of clusters take to meet; 0: there are none
+    # What CTAs take to meet that share stages evenly, and what each token of each part of a tile adds; 0: there are
+    # none. Stages of eight bits take so many times as long, as CTAs are not in pairs.
+    even: float
+    even_token: float
+    even_eight_bits: float
+
+    def shares_evenly(self, tokens: int, warpgroups: int) -> bool:
+        """As ``warpgroup::shares_evenly`` in ``ffi/cuda/matmul_warpgroup.h``."""
+        return self.even > 0 and tokens >= EVEN_TOKENS and (warpgroups == 2 or (warpgroups == 3 and tokens < 200))
 
 
 def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
@@ -263,11 +274,13 @@ def resident_of(file: dict, name: str) -> Resident:
     return Resident(values["tokens"], **file[name]["costs"], clusters=clusters)
 
 
+EVENLY = 0  # in place of the CTAs of a cluster: as many as multiprocessors share all tiles' inputs out evenly
+EVEN_TOKENS = 32  # of a tile of matmul_warpgroup whose inputs CTAs may share so, at least
 ALONE_WARPGROUPS = 3  # of a CTA of matmul_warpgroup that shares its inputs with no other
 BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
 MMA_OUTPUTS = 128  # of its tile
-PASS_TOKENS = 16  # of matmul_stream
+PASS_TOKENS = 16  # of matmul_stream; products of no more have no scratch
 SHARED_BYTES = 227 << 10  # of a CTA on an H100
 TEAM_TOKENS = 64  # of a tile of matmul_warpgroup whose inputs two clusters may share, at least
 
@@ -275,7 +288,9 @@ TEAM_TOKENS = 64  # of a tile of matmul_warpgroup whose inputs two clusters may 
 def warpgroup_times(
     m: int, k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: WarpgroupCosts
 ) -> Iterator[tuple[tuple[int, int, int, int], float]]:
-    """Of every configuration, (tokens, warpgroups, cluster, teams)."""
+    """Of every configuration, (tokens, warpgroups, cluster, teams); with ``EVENLY`` in place of a cluster CTAs of a
+    multiprocessor in place of teams.
+    """
     stages, reading, ends = -(-k // 128), batch * n * k * scheme.bits / 8 / costs.memory, scheme.ends
     choices = [
         (shape, (ends - 1) * shape.group + ends * shape.sum * scheme.floats)
@@ -320,6 +335,17 @@ def warpgroup_times(
             if costs.team and of_teams and ends == 1 and cluster.ctas > 1 and batch == 1 and 2 * ctas <= places:
                 us = max(0.5 * walking, reading) + start + costs.team
                 yield (shape.tokens, shape.warpgroups, cluster.ctas, 2), us
+        makes_sums = scheme.floats and not scheme.split and not scheme.rounds(shape.tokens)
+        may_share = costs.shares_evenly(shape.tokens, shape.warpgroups) and not makes_sums
+        if not may_share or m <= PASS_TOKENS or batch > 1 or (scheme.split and m > _abi.SPLIT_ROWS):
+            continue
+        longer = costs.even_eight_bits if scheme.bits == 8 else 1.0
+        for ctas, stage in ((1, shape.stage + more), (2, shape.shared_stage + 2 * more)):  # of a multiprocessor
+            places = ctas * multiprocessors
+            if blocks <= places and (ctas == 1 or shape.shared_stage > 0):
+                meeting = costs.even + costs.even_token * -(-places // blocks) * shape.tokens
+                walking = -(-blocks * stages // places) * longer * stage
+                yield (shape.tokens, shape.warpgroups, EVENLY, ctas), max(walking, reading) + shape.start + meeting
 
 
 def tiled_times(

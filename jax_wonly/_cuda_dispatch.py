@@ -269,10 +269,10 @@ def widened(p: Product) -> Product:
 def scratch(p: Product, x_batch: int) -> int:
     """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
     if (p.split or _aligns(p)) and kernel(p) == "matmul_warpgroup":
-        # For pieces of x, or what teams leave each other.
+        # For pieces of x, and what CTAs leave each other.
         sums = -(-p.k // 128) * p.scheme.ends if p.scheme.floats else 0
-        rest = _abi.split_scratch(x_batch, p.m, p.k, p.batch, sums) if p.split else _team_scratch(p)
-        return rest + (_aligned_scratch(p) if _aligns(p) else 0)
+        pieces = _abi.split_scratch(x_batch, p.m, p.k, p.batch, sums) if p.split else 0
+        return pieces + _warpgroup_scratch_of(p) + (_aligned_scratch(p) if _aligns(p) else 0)
     if p.split:
         return 0
     if parts := _parts(p):
@@ -280,23 +280,28 @@ def scratch(p: Product, x_batch: int) -> int:
         outputs = p.n - parts.outputs
         if name == "matmul_tiled":
             return _abi.matmul_scratch(1, p.m, outputs, _LEAST_TILE)
-        return _scratch_of_teams(p.m, outputs, config)
+        return _warpgroup_scratch(p.m, outputs, config)
     if tiled_kernel(p):
         if p.m >= _least_tiled_tokens(p):
-            return _abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE)
-        return _team_scratch(p) if p.m > STREAM_TOKENS and warpgroup_kernel(p) else 0
+            of_warpgroups = _warpgroup_scratch_of(p) if warpgroup_kernel(p) and isinstance(p.m, int) else 0
+            return max(_abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE), of_warpgroups)
+        return _warpgroup_scratch_of(p) if p.m > STREAM_TOKENS and warpgroup_kernel(p) else 0
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         return _abi.mma_scratch(p.batch, p.m, p.n, _cuda_costs.MMA_CTAS * _gpu()[1])
+    if isinstance(p.m, int) and p.m > STREAM_TOKENS and warpgroup_kernel(p):
+        return _warpgroup_scratch_of(p)
     return 0
 
 
-def _team_scratch(p: Product) -> int:
+def _warpgroup_scratch_of(p: Product) -> int:
     config, _ = min(_warpgroup_times(p), key=lambda pair: pair[1])
-    return _scratch_of_teams(p.m, p.n, config)
+    return _warpgroup_scratch(p.m, p.n, config)
 
 
-def _scratch_of_teams(m: int, outputs: int, config: tuple) -> int:
-    tokens, _, cluster, teams = config
+def _warpgroup_scratch(m: int, outputs: int, config: tuple) -> int:
+    tokens, warpgroups, cluster, teams = config
+    if cluster == _cuda_costs.EVENLY:
+        return _abi.even_scratch(_gpu()[1] * teams, tokens, warpgroups)
     return _abi.team_scratch(-(-m // tokens) * -(-outputs // 128), cluster, tokens) if teams > 1 else 0
 
 
@@ -485,8 +490,8 @@ def _may_be_first(kernel: tuple[str, tuple], outputs: int) -> bool:
     if name == "matmul_tiled":
         _, splits, ctas = config
         return splits == 1 and outputs % (128 * ctas) == 0
-    _, warpgroups, _, teams = config
-    return teams == 1 and outputs % (64 * warpgroups) == 0
+    _, warpgroups, cluster, teams = config
+    return teams == 1 and cluster != _cuda_costs.EVENLY and outputs % (64 * warpgroups) == 0
 
 
 def _mma_times(p: Product):

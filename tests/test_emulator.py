@@ -11,7 +11,8 @@ from matmul_cases import rounds_weights
 from reference import MODES, assert_product, random_weight, random_x, repeated
 
 import jax_wonly as jw
-from jax_wonly import _cuda_dispatch, _selftest
+from jax_wonly import _cuda_costs, _cuda_dispatch, _selftest
+from jax_wonly._abi import ShiftMode
 
 HEAD = """
 .version 8.0
@@ -308,6 +309,42 @@ def test_missing_waits_show(emulated, seed, wait):
         finally:
             emulated.leave_out("", -1)
     assert not any(outcome.failures for outcome in _selftest.run_cases(prepared, [("", lambda: None)]))
+
+
+@pytest.mark.parametrize("multiprocessors", [3, 7, 10])
+def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
+    """Products whose stages the CTAs of ``matmul_warpgroup`` share out evenly, on GPUs so small that small ones are."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
+    emulated.set_multiprocessors(multiprocessors)
+    found = 0
+    try:
+        while found < 3:
+            m, k, n = int(rng.integers(17, 150)), 128 * int(rng.integers(5, 24)), int(rng.integers(100, 1200))
+            scheme = {"bits": int(rng.choice([4, 8])), "group_size": int(rng.choice([32, 64, 128]))}
+            mode, x_dtype = str(rng.choice(MODES)), str(rng.choice(["bfloat16", "float16"]))
+            n = n // 8 * 8 if found else n
+            if chosen_cluster(m, k, n, mode, x_dtype, **scheme) != _cuda_costs.EVENLY:
+                continue
+            found += 1
+            weight = random_weight(rng, k, n, mode=mode, scale_dtype=x_dtype, **scheme)
+            x, bias = random_x(rng, (m, k), x_dtype), random_x(rng, (n,))
+            how = {"bias": bias, "activation": [None, "relu"][found % 2]}
+            y = jw.matmul(x, weight.qt, **how, implementation="cuda")
+            close = {"rounded_weights": rounds_weights("cuda", x, weight.qt), "cut_off": True}
+            assert_product(y, x, weight, **how, **close)
+    finally:
+        emulated.set_multiprocessors(132)
+
+
+def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:
+    """CTAs of ``matmul_warpgroup`` that share a tile's inputs, where that kernel alone is chosen."""
+    dtype = jnp.dtype(x_dtype)
+    shift = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8)}.get(mode, dtype)
+    row_mode = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS}.get(mode, ShiftMode.ZEROS)
+    product = _cuda_dispatch.Product(m, k, n, 1, bits, dtype, dtype, row_mode, shift, k // group_size)
+    if _cuda_dispatch.kernel(product) != "matmul_warpgroup":
+        return None
+    return min(_cuda_dispatch._warpgroup_times(product), key=lambda pair: pair[1])[0][2]
 
 
 @pytest.mark.parametrize("multiprocessors", [4, 9])

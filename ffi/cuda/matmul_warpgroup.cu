@@ -9,6 +9,7 @@ namespace wonly::warpgroup {
 constexpr int kSplitBytes = 4;     // of an activation in pieces, of a token's power of two, and of a sum
 constexpr int kSplitTokens = 64;   // of the largest tile of such
 constexpr int kMostTokens = 216;   // of a tile
+constexpr int kNoScratch = 16;     // tokens of a product up to which it has none
 constexpr float kSurely = 0.999f;  // whatever sums of float32 are rounded to
 
 int64_t sum_count(const MatmulArgs& args) {
@@ -75,6 +76,11 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
   float least = 0.f;
+  const auto compare = [&](const Config& of, float us) {
+    if (least > 0.f && us >= least) return;
+    least = us;
+    *config = of;
+  };
   const auto consider = [&](const Cost& cost, float more) {
     if (cost.tokens < costs.one_pass && args.m > cost.tokens) return;  // would read the weights again
     if (cost.tokens >= 2 * args.m + 32) return;                        // mostly other tokens' work, not recorded
@@ -103,18 +109,33 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
                           pairs(blocks, row_tiles, multiprocessors);
       const float stage = shares ? cost.shared_stage + 2.f * more : (paired ? cost.paired : cost.stage) + more;
       const float walking = waves * stages / static_cast<float>(cluster.ctas) * stage;
-      const auto compare = [&](float us, int teams) {
-        if (least > 0.f && us >= least) return;
-        least = us;
-        *config = {cost.tokens, cost.warpgroups, cluster.ctas, multiprocessors, teams};
+      const auto of_teams = [&](int teams) {
+        return Config{cost.tokens, cost.warpgroups, cluster.ctas, multiprocessors, teams};
       };
-      compare(std::max(walking, reading) + waves * (cost.start + cluster.start), 1);
+      compare(of_teams(1), std::max(walking, reading) + waves * (cost.start + cluster.start));
       const bool teams = costs.team > 0.f && has_teams(cost.tokens) && cost.warpgroups == 2 && cluster.ctas > 1 &&
                          groups == 1.f && alike && args.batch == 1 && 2 * ctas <= places &&
                          team_bytes(blocks, cluster.ctas, cost.tokens) <= args.scratch_bytes;
       if (teams) {
-        compare(std::max(0.5f * walking, reading) + cost.start + cluster.start + costs.team, 2);
+        compare(of_teams(2), std::max(0.5f * walking, reading) + cost.start + cluster.start + costs.team);
       }
+    }
+    const bool makes_sums = sums && args.x_dtype != DType::kF32 && cost.tokens < rounded_from;
+    if (whole || costs.even == 0.f || makes_sums || args.batch > 1 || args.m <= kNoScratch) return;
+    if (!shares_evenly(cost.tokens, cost.warpgroups)) return;
+    for (int ctas = 1; ctas <= (cost.shared_stage > 0.f ? 2 : 1); ++ctas) {  // of a multiprocessor
+      const int places = ctas * multiprocessors;
+      if (blocks > places) continue;
+      MatmulArgs others = args;
+      others.scratch_bytes = even_at(args.scratch_bytes, places, cost.tokens, cost.warpgroups);
+      if (others.scratch_bytes < 0 || (args.x_dtype == DType::kF32 && split_rows(others) < args.m)) continue;
+      const int64_t parts = ceil_div(places, blocks);  // of a tile
+      const float each = static_cast<float>(ceil_div(blocks * static_cast<int64_t>(stages), places));
+      const float stage = ctas > 1 ? cost.shared_stage + 2.f * more : cost.stage + more;
+      const float walking = each * stage * (args.bits == 8 ? costs.even_eight_bits : 1.f);
+      const float meeting = costs.even + costs.even_token * static_cast<float>(parts * cost.tokens);
+      compare({cost.tokens, cost.warpgroups, kEvenly, multiprocessors, ctas},
+              std::max(walking, reading) + cost.start + meeting);
     }
   };
   for (int i = 0; i < costs.shape_count; ++i) {

@@ -88,9 +88,13 @@ struct Params {
   int stage_groups;         // of rounded weights: groups that end in a stage, 4, 2 or 1
   int teams;                // 2: two clusters share a tile's inputs; the first, which starts before, leaves its sums
   uint64_t* arrived;        // [tile, rank, warpgroup]: handed over
-  float4* partial;          // [tile, rank, sums that the rank finishes]
-  bool paired;              // a cluster is two CTAs of neighbouring outputs, which copy the tokens for each other
-  int first_output;         // of the kernel's part of the product
+  float4* partial;          // [tile, rank, sums that the rank finishes]; evenly: [CTA, sums of a tile], as `arrived`
+  // All tiles' stages are shared out evenly, and `stages` and `more_stages` say how many a CTA has. What is not the
+  // beginning of a tile is handed over to the CTA that has that.
+  bool evenly;
+  Divisor tile_stages;
+  bool paired;       // a cluster is two CTAs of neighbouring outputs, which copy the tokens for each other
+  int first_output;  // of the kernel's part of the product
 };
 
 // The scales and shifts only where groups are smaller than a stage; `last` for a tile that is not full: the engine
@@ -141,6 +145,7 @@ struct Shape {
   static constexpr bool kRepeats = kSums || (kTable && Source::kPieces > 1);  // what is not finite
   static constexpr bool kMakesSums = kSums && Source::kPieces == 1;           // others are copied
   static constexpr bool kMultipliesSums = kMakesSums && kTokens >= 64;        // on tensor cores
+  static constexpr bool kEvenly = shares_evenly(kTokens, kWarpgroups) && !kMakesSums && !Source::kWindows;
   static constexpr int kRows = kWarpgroups * kTileN;
   static constexpr bool kShares = shares_inputs(kWarpgroups);
   // Half of a stage's activations are multiplied before the other half has come, which is felt at the first stage. Not
@@ -444,6 +449,43 @@ struct Blocks {
     mine = most - ((most - 1) * cluster + rank < blocks ? 0 : 1);
   }
 };
+// What a tile is of: tokens from m0 on, no more than `tokens`, and outputs from n0 on.
+template <typename S>
+struct Tile {
+  int row_block, m0, n0, tokens;
+  __device__ Tile(const Params& params, int index, bool paired, int of_pair) {
+    int token_tile;  // tiles of the same weights run together
+    row_block = params.token_tiles.divide(index, &token_tile);
+    if (paired) row_block = 2 * row_block + of_pair;
+    m0 = token_tile * S::kTokens;
+    n0 = params.first_output + row_block * S::kRows;
+    tokens = min(S::kTokens, static_cast<int>(params.args.m) - m0);
+  }
+  __device__ int token_blocks() const { return (tokens + 7) / 8; }
+};
+// What a CTA multiplies: stages of a tile, whose results it stores, or some of which; where all stages are shared out
+// evenly, before those others of the tile before it, whose sums it hands over.
+template <typename S>
+struct Work {
+  int share;  // of the tile's stages, or of all
+  int tile, first, stages;
+  int handed_first = 0, handed_stages = 0;
+
+  __device__ Work(const Params& params, int block, int of_tile, bool paired)
+      : share(S::kEvenly && params.evenly ? static_cast<int>(gridDim.x) - 1 - block : of_tile),
+        tile(block >> paired),
+        first(share * params.stages + min(share, params.more_stages)),
+        stages(params.stages + (share < params.more_stages ? 1 : 0)) {
+    if (!S::kEvenly || !params.evenly) return;
+    // Who waits for another's sums waits for a CTA that starts before: the last of them starts first.
+    tile = params.tile_stages.divide(first, &handed_first);
+    first = 0;
+    if (handed_first == 0) return;
+    ++tile;
+    handed_stages = min(stages, static_cast<int>(params.tile_stages.divisor) - handed_first);
+    stages -= handed_stages;
+  }
+};
 // Sums of a rank of a team, in vectors of four.
 constexpr int team_sums(int tokens, int outputs) { return most_of_rank(tokens) * outputs / 4; }
 // Whether results are sums with a bias, rounded, and leave in whole lines.
@@ -626,6 +668,27 @@ __device__ __forceinline__ void finish_octets(const MatmulArgs& args, int64_t ba
   }
 }
 
+// Adds sums that another CTA has handed over, as accumulators lie, of all blocks of eight tokens that there are; what
+// the others get means nothing.
+template <typename S>
+__device__ __forceinline__ void add_partial(const float4* from, int blocks, float (&sums)[S::kTokens / 2]) {
+  constexpr int kBlocks = S::kTokens / 8;
+  constexpr int kAtOnce = S::kWarpgroups == 3 ? (S::kTokens > 160 ? 2 : 4) : 8;  // for which there are registers
+#pragma unroll
+  for (int first = 0; first < kBlocks; first += kAtOnce) {
+    float4 v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce && first + i < kBlocks; ++i) {
+      v[i] = __ldcg(from + min(first + i, blocks - 1) * (S::kRows * 2));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce && first + i < kBlocks; ++i) {
+      float* const to = sums + 4 * (first + i);
+      to[0] += v[i].x, to[1] += v[i].y, to[2] += v[i].z, to[3] += v[i].w;
+    }
+  }
+}
+
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     warpgroup_matmul(const __grid_constant__ typename S::Source::Params params, const __grid_constant__ Maps maps) {
@@ -661,17 +724,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const int lane = threadIdx.x % 32;
   // No division that the first copies would wait for.
   const int of_cluster = S::kShares || S::kPairs ? ptx::cluster_rank() : 0, rank = paired ? 0 : of_cluster;
-  int token_tile;  // tiles of the same weights run together
-  int row_block = params.token_tiles.divide(static_cast<int>(blockIdx.x) >> paired, &token_tile);
-  if (paired) row_block = 2 * row_block + of_cluster;
-  const int m0 = token_tile * S::kTokens;
-  const int n0 = params.first_output + row_block * S::kRows;
   const int64_t batch = S::kTeams && params.teams > 1 ? 0 : blockIdx.z;
 
   const int team = S::kTeams && params.teams > 1 ? static_cast<int>(blockIdx.z) : 0;
-  const int share = team * cluster + rank;
-  const int first_stage = share * params.stages + min(share, params.more_stages);
-  const int stage_count = params.stages + (share < params.more_stages ? 1 : 0);
+  const int of_tile = team * cluster + rank;
+  const Work<S> work(params, blockIdx.x, of_tile, paired);
+  const Tile<S> tile(params, work.tile, paired, of_cluster);
+  const auto work_again = [&] {
+    return Work<S>(params, S::kEvenly ? ptx::block_again() : static_cast<int>(blockIdx.x), of_tile, paired);
+  };
+  // A warp that has nothing else to do waits until all can see what is handed over.
+  static_assert(!S::kEvenly || producers < 4);
+  constexpr int kHandsOver = 5, kHandingThreads = S::kWarpgroups * 128 + 32;  // a barrier, and who comes to it
+  constexpr int kAllMultiply = 6;  // those of up to four warpgroups come before it
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
 
   const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
@@ -684,18 +749,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const uint8_t* scales = static_cast<const uint8_t*>(args.scales) + batch * args.scales_batch_stride * scale_size;
   const uint8_t* shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_size;
 
-  const int outputs = min(S::kRows, static_cast<int>(args.parameter_row) - n0);  // with what follows the last
-  const int row_tiles = (outputs + kTileN - 1) / kTileN;
-
   constexpr float kBias = bias_of(S::kBits);
   // Rounded weights may be in units of a power of two.
   constexpr float kUnscale = S::kRounded ? 1.f / wonly::Convert<RoundedShape<X, S::kBits, S::kZeros>>::kUnit : 1.f;
   // At the end the CTAs of a cluster share the tokens out, eight at a time: block b of them to rank b % cluster.
-  const int tokens = min(S::kTokens, static_cast<int>(args.m) - m0);
-  const int token_blocks = (tokens + 7) / 8;
   const auto own_share = [&] {
-    const int most_blocks = Blocks(params, cluster, rank, token_blocks).most;
-    Share own{cluster, rank, most_blocks, m0, tokens, n0, kUnscale, -1, nullptr, nullptr};
+    const Tile<S> of(params, work_again().tile, paired, of_cluster);
+    const int most_blocks = Blocks(params, cluster, rank, of.token_blocks()).most;
+    Share own{cluster, rank, most_blocks, of.m0, of.tokens, of.n0, kUnscale, -1, nullptr, nullptr};
     if (S::kTeams && params.teams > 1) {
       const int slice = static_cast<int>(blockIdx.x) * cluster + rank;
       own.team = team;
@@ -704,8 +765,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     return own;
   };
-  const CUtensorMap* const x_map = tokens < S::kTokens ? &maps.last : &maps.x;
-  const int half_rows = (tokens + 15) / 16 * 8;  // that one of a pair copies
   if (S::kMakesSums && threadIdx.x < S::kFlushes * kOnesBytes / 16) {
     const uint32_t ones = threadIdx.x % S::kFlushes != threadIdx.x / 8 ? 0u : C::kBf16 ? 0x3f803f80u : 0x3c003c00u;
     reinterpret_cast<uint4*>(shared + kOnesAt)[threadIdx.x] = {ones, ones, ones, ones};
@@ -713,50 +772,62 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   }
 
   if (warp >= S::kWarpgroups * 4) {
-    if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(x_map);
+    const auto x_map_of = [&](const Tile<S>& of) { return of.tokens < S::kTokens ? &maps.last : &maps.x; };
+    if (threadIdx.x == S::kWarpgroups * 128) ptx::prefetch_map(x_map_of(tile));
     ptx::lower_registers<S::kProducerRegisters>();
-    // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which share
-    // memory channels: each begins somewhere else in its run, and wraps around. The golden ratio spreads any number.
-    const int rotation =
-        static_cast<int>(__umulhi(static_cast<uint32_t>(row_block >> paired) * 0x9e3779b9u, stage_count));
-    const auto stage_at = [&](int index) {
-      const int at = index + rotation;
-      return first_stage + (at < stage_count ? at : at - stage_count);
-    };
     // Warp w of the producer brings the weights of row tile w; the first, or a third, activations, the second scales
     // and shifts. All lanes walk along, so that addresses stay in uniform registers, and one of them issues.
     const int producer = __shfl_sync(0xffffffffu, warp, 0) - S::kWarpgroups * 4;
-    const uint32_t* words =
-        args.qw + batch * args.qw_batch_stride + static_cast<uint64_t>(n0 / kTileN + producer) * k_tiles * kTileWords;
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int scales_batch = args.scales_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int shifts_batch = args.shift_batch_stride == 0 ? 0 : static_cast<int>(batch);
-    const int scale_row_bytes = outputs * scale_size;
-    const int shift_row_bytes = outputs * shift_size;
     RingPosition<S::kStages> at;
     // Those who copy meet the others when they have at hand what the first copies are asked for with.
     if (producer >= producers) {
       __syncthreads();
       if (paired) ptx::cluster_wait();
+      if (S::kEvenly && producer == producers && work.handed_stages > 0) {
+        ptx::named_sync<kHandsOver, kHandingThreads>();
+        if (lane < S::kWarpgroups) ptx::hand_over(params.arrived + work.share * S::kWarpgroups + lane);
+      }
     }
-    if (S::Source::kWindows && producer < producers) {
+    // The stages of a tile; `before` are in the ring or have been.
+    const auto copy_stages = [&](const Tile<S>& of, const int first_stage, const int stage_count, const int before,
+                                 const auto& started) {
+      const int m0 = of.m0, n0 = of.n0, tokens = of.tokens;
+      const CUtensorMap* const x_map = x_map_of(of);
+      const int outputs = min(S::kRows, static_cast<int>(args.parameter_row) - n0);  // with what follows the last
+      const int row_tiles = (outputs + kTileN - 1) / kTileN;
+      // CTAs that walk the inputs in step would all read addresses a multiple of a large power of two apart, which
+      // share memory channels: each begins somewhere else in its run, and wraps around. The golden ratio spreads any
+      // number.
+      const int rotation =
+          static_cast<int>(__umulhi(static_cast<uint32_t>(of.row_block >> paired) * 0x9e3779b9u, stage_count));
+      const auto stage_at = [&](int index) {
+        const int at = index + rotation;
+        return first_stage + (at < stage_count ? at : at - stage_count);
+      };
       if constexpr (S::Source::kWindows) {
         const typename S::Source::template Copies<S> copies(params, x_map, tokens, producer, row_tiles, n0, m0);
-        __syncthreads();
+        started();
         for (int index = 0; index < stage_count; ++index, at.advance()) {
           if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
           if (ptx::elect_one()) copies.copy(stage_at(index), ring + at.slot * S::kStageBytes, full + at.slot);
         }
+        return;
       }
-    } else if (producer < producers) {
+      const uint32_t* words =
+          args.qw + batch * args.qw_batch_stride + static_cast<uint64_t>(n0 / kTileN + producer) * k_tiles * kTileWords;
+      const int scale_row_bytes = outputs * scale_size;
+      const int shift_row_bytes = outputs * shift_size;
+      const int half_rows = (tokens + 15) / 16 * 8;  // that one of a pair copies
       const bool copies_x = producer == S::Source::kProducer;
-      __syncthreads();
-      if (paired) ptx::cluster_wait();
+      started();
       if (S::Source::kPieces > 1 && copies_x) ptx::wait_for_last_kernel();
 #pragma unroll 1
       for (int index = 0; index < stage_count; ++index, at.advance()) {
         const int stage = stage_at(index);
-        if (index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
+        if (before + index >= S::kStages) ptx::barrier_wait(empty + at.slot, at.phase ^ 1);
         if (!ptx::elect_one()) continue;
         uint8_t* to = ring + at.slot * S::kStageBytes;
         uint64_t* done = full + at.slot;
@@ -810,18 +881,37 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           }
         }
       }
+    };
+    if (producer < producers) {
+      const auto start = [&] {
+        __syncthreads();
+        if (paired) ptx::cluster_wait();
+      };
+      if constexpr (S::kEvenly) {
+#pragma unroll 1
+        for (bool handed = work.handed_stages > 0, first = true;; handed = false, first = false) {
+          const Tile<S> of(params, work.tile - handed, paired, of_cluster);
+          copy_stages(of, handed ? work.handed_first : work.first, handed ? work.handed_stages : work.stages,
+                      first ? 0 : work.handed_stages, [&] {
+                        if (first) start();
+                      });
+          if (!handed) break;
+        }
+      } else {
+        copy_stages(tile, work.first, work.stages, 0, start);
+      }
     } else if (S::kMakesSums && producer >= 4) {
       const int output = threadIdx.x % 128;
       float scale = 0.f, shift = 0.f;  // those of all inputs, if there is one of each
       if (!grouped) {
-        const int64_t n = min(static_cast<int64_t>(n0 + output), args.n - 1);
+        const int64_t n = min(static_cast<int64_t>(tile.n0 + output), args.n - 1);
         scale = load_element(scales, n, args.scale_dtype), shift = load_element(shifts, n, args.shift_dtype);
       }
       // Two share the slots out, not the stages: of a slot each must see every phase. If its visits were two phases
       // apart, as with an odd number of slots, it would take the one before the last for that which it waits for, where
       // stages come late and not in order.
       const int turn = producer / 4 - 1;
-      for (int index = 0; index < stage_count; ++index, at.advance()) {
+      for (int index = 0; index < work.stages; ++index, at.advance()) {
         if (S::kSumWarpgroups == 2 && at.slot % 2 != turn) continue;
         uint8_t* data = ring + at.slot * S::kStageBytes;
         ptx::barrier_wait(full + at.slot, at.phase);
@@ -866,7 +956,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     if (cluster > 1 || paired) ptx::cluster_meet();
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
-    prefetch_bias(args, batch, n0, S::kRows, threadIdx.x);
+    prefetch_bias(args, batch, tile.n0, S::kRows, threadIdx.x);
     const int warpgroup = warp / 4;
     const int g = lane / 4;
     const int t = lane % 4;
@@ -896,16 +986,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     uint32_t zero[2] = {C::minus_zero(kBias), C::minus_zero(kBias)};
     // What multiplies sums of activations: codes are taken from their middle.
     const auto shift_of = [&](float scale, float shift) { return weight_of(args.shift_mode, kBias, scale, shift); };
-    if (!grouped && !S::kMakesSums) {
+    // Where there is one of each for all inputs.
+    const auto load_only = [&](int n0) {
+      if (!grouped && !S::kMakesSums) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int64_t n = min(static_cast<int64_t>(n0 + row + 8 * i), args.n - 1);
-        const float stored = load_element(scales, n, args.scale_dtype);
-        scale[i] = stored * unscale;
-        if (S::kSums) shift[i] = shift_of(stored, load_element(shifts, n, args.shift_dtype));
-        if (has_zeros) zero[i] = C::minus_bytes(ptx::low_twice(shifts[n]));
+        for (int i = 0; i < 2; ++i) {
+          const int64_t n = min(static_cast<int64_t>(n0 + row + 8 * i), args.n - 1);
+          const float stored = load_element(scales, n, args.scale_dtype);
+          scale[i] = stored * unscale;
+          if (S::kSums) shift[i] = shift_of(stored, load_element(shifts, n, args.shift_dtype));
+          if (has_zeros) zero[i] = C::minus_bytes(ptx::low_twice(shifts[n]));
+        }
       }
-    }
+    };
 
     float acc[S::kTokens / 2] = {}, part[S::kTwoSums ? 1 : S::kColumns / 2];
     constexpr bool kSeconds = S::kTable && S::Source::kPieces > 1;  // what numbers of a table are beyond fp16
@@ -1083,147 +1176,199 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       ptx::wgmma_commit();
     };
 
+    const tiles::ConsumerOf<S::kWarpgroups> me{warpgroup, warp % 4};
+    // Evenly shared: sums of a CTA's part of a tile, as accumulators lie, and the word that says that they are there.
+    const auto partial_of = [&](int share) {
+      return params.partial + share * (S::kTokens * S::kRows / 4) + static_cast<int>(threadIdx.x);
+    };
+    const auto word_of = [&](int share) { return params.arrived + share * S::kWarpgroups + warpgroup; };
+
     __syncthreads();
     if (paired) ptx::cluster_wait();
     const uint8_t* data = stage_data();
-    if (stage_count > 0) {
-      wait_full();
-      load_unit(data, 0);
-      convert_unit(0);
-    }
-    if constexpr (S::kRounded) {
-      // One unit is converted while the tensor cores work on the one before. Each instruction here holds those up, and
-      // branches most.
-      int done = 0;  // the slot of the stage before, which there is none of at first
-      bool arrives = false;
-      const uint64_t first_x = ptx::wgmma_descriptor(ring);
-      const uint32_t high = first_x >> 32, low = static_cast<uint32_t>(first_x);
-      const auto wait_half = [&](int unit) {
-        if (S::kHalves && unit == S::kUnits / 2) ptx::barrier_wait(second + at.slot, at.phase);
-      };
-      constexpr int kLast = S::kUnits - 1;
-      for (int left = stage_count; stage_count > 0;) {
-        const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
-#pragma unroll
-        for (int unit = 0; unit < kLast; ++unit) {
-          load_unit(data, unit + 1);
-          wait_half(unit);
-          multiply_unit(x, unit, acc);
-          ptx::wgmma_wait<1>();
-          if (unit == 0) arrive(done, arrives);
-          convert_unit(unit + 1);
-        }
-        wait_half(kLast);
-        multiply_unit(x, kLast, acc);
-        done = at.slot;
-        arrives = releases;
-        at.advance();
-        data = stage_data();
-        ptx::wgmma_wait<1>();
-        if (--left == 0) break;
+    const auto multiply_stages = [&](const int stage_count, const bool all) {
+      if (stage_count > 0) {
         wait_full();
         load_unit(data, 0);
         convert_unit(0);
       }
-      ptx::wgmma_wait<0>();
-    } else if constexpr (S::kTwoSums) {
-      float parts[2][S::kColumns / 2] = {}, factors[2][2] = {};  // of two stages, in turns
-      const auto add_part = [&](int turn) {
+      if constexpr (S::kRounded) {
+        // One unit is converted while the tensor cores work on the one before. Each instruction here holds those up,
+        // and branches most.
+        int done = 0;  // the slot of the stage before, which there is none of at first
+        bool arrives = false;
+        const uint64_t first_x = ptx::wgmma_descriptor(ring);
+        const uint32_t high = first_x >> 32, low = static_cast<uint32_t>(first_x);
+        const auto wait_half = [&](int unit) {
+          if (S::kHalves && unit == S::kUnits / 2) ptx::barrier_wait(second + at.slot, at.phase);
+        };
+        constexpr int kLast = S::kUnits - 1;
+        for (int left = stage_count; stage_count > 0;) {
+          const uint64_t x = static_cast<uint64_t>(high) << 32 | (low + at.slot * (S::kStageBytes >> 4));
 #pragma unroll
-        for (int i = 0; i < S::kTokens / 2; ++i) {
-          acc[i] = fmaf(factors[turn][i % 4 / 2], parts[turn][i] + parts[turn][i + S::kTokens / 2], acc[i]);
-        }
-      };
-      const auto begin_part = [&](int turn) {
-        load_unit(data, 1);
-        load_factors(data, 0);
-        multiply_unit(ptx::wgmma_descriptor(data), 0, parts[turn]);
-        set_factors(data, 0);
-        factors[turn][0] = scale[0], factors[turn][1] = scale[1];
-        if (S::kSums) add_sums(data, 0);
-        convert_unit(1);
-      };
-      const auto end_part = [&](int turn) {
-        multiply_unit(ptx::wgmma_descriptor(data), 1, parts[turn]);
-        at.advance();
-        data = stage_data();
-        ptx::wgmma_wait<1>();
-      };
-      for (int left = stage_count; left > 0; left -= 2) {
-        const int first = at.slot;
-        begin_part(0);
-        end_part(0);
-        if (left > 1) {
+          for (int unit = 0; unit < kLast; ++unit) {
+            load_unit(data, unit + 1);
+            wait_half(unit);
+            multiply_unit(x, unit, acc);
+            ptx::wgmma_wait<1>();
+            if (unit == 0) arrive(done, arrives);
+            convert_unit(unit + 1);
+          }
+          wait_half(kLast);
+          multiply_unit(x, kLast, acc);
+          done = at.slot;
+          arrives = releases;
+          at.advance();
+          data = stage_data();
+          ptx::wgmma_wait<1>();
+          if (--left == 0) break;
           wait_full();
           load_unit(data, 0);
           convert_unit(0);
-          const int second = at.slot;
-          begin_part(1);
-          ptx::wgmma_wait<1>();
-          release(first);
-          add_part(0);
-          end_part(1);
-          if (left > 2) {
-            wait_full();
-            load_unit(data, 0);
-            convert_unit(0);
-          }
-          ptx::wgmma_wait<0>();
-          release(second);
-          add_part(1);
-        } else {
-          ptx::wgmma_wait<0>();
-          add_part(0);
         }
-      }
-    } else {
-      for (int index = 0; index < stage_count; ++index) {
-        const uint64_t x = ptx::wgmma_descriptor(data);
-        const int slot = at.slot;
+        ptx::wgmma_wait<0>();
+        if (S::kEvenly && !all) arrive(done, arrives);
+      } else if constexpr (S::kTwoSums) {
+        float parts[2][S::kColumns / 2] = {}, factors[2][2] = {};  // of two stages, in turns
+        const auto add_part = [&](int turn) {
 #pragma unroll
-        for (int unit = 0; unit < S::kUnits; ++unit) {
-          const bool last = unit + 1 == S::kUnits, flushes = S::kFlushes > 1 || last;
-          const int group = S::kFlushes > 1 ? unit : 0;
-          if (!last) load_unit(data, unit + 1);
-          if (flushes) load_factors(data, group);
-          multiply_unit(x, unit, part);
-          if (S::kMakesSums && !S::kMultipliesSums && flushes && group == 0) {
-            ptx::barrier_wait(summed + slot, at.phase);
+          for (int i = 0; i < S::kTokens / 2; ++i) {
+            acc[i] = fmaf(factors[turn][i % 4 / 2], parts[turn][i] + parts[turn][i + S::kTokens / 2], acc[i]);
           }
-          if (flushes && !S::kMultipliesSums) {
-            set_factors(data, group);
-            if (S::kSums) add_sums(data, group);
-          }
-          if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<1>();
-          const uint8_t* const before = data;
-          if (last) {
-            if (S::kMultipliesSums && S::kFlushes == 1) ptx::barrier_wait(summed + slot, at.phase);
-            at.advance();
-            data = stage_data();
-          } else if (S::kMultipliesSums && S::kFlushes > 1 && unit == 0) {
-            ptx::barrier_wait(summed + slot, at.phase);
-          }
-          if (!last) {
-            convert_unit(unit + 1);
-          } else if (index + 1 < stage_count) {
+        };
+        const auto begin_part = [&](int turn) {
+          load_unit(data, 1);
+          load_factors(data, 0);
+          multiply_unit(ptx::wgmma_descriptor(data), 0, parts[turn]);
+          set_factors(data, 0);
+          factors[turn][0] = scale[0], factors[turn][1] = scale[1];
+          if (S::kSums) add_sums(data, 0);
+          convert_unit(1);
+        };
+        const auto end_part = [&](int turn) {
+          multiply_unit(ptx::wgmma_descriptor(data), 1, parts[turn]);
+          at.advance();
+          data = stage_data();
+          ptx::wgmma_wait<1>();
+        };
+        for (int left = stage_count; left > 0; left -= 2) {
+          const int first = at.slot;
+          begin_part(0);
+          end_part(0);
+          if (left > 1) {
             wait_full();
             load_unit(data, 0);
             convert_unit(0);
-          }
-          if (flushes) {
-            if (S::kMultipliesSums) {
-              multiply_sums(before, group);
-              set_factors(before, group);
+            const int second = at.slot;
+            begin_part(1);
+            ptx::wgmma_wait<1>();
+            release(first);
+            add_part(0);
+            end_part(1);
+            if (left > 2) {
+              wait_full();
+              load_unit(data, 0);
+              convert_unit(0);
             }
             ptx::wgmma_wait<0>();
-            if (last) release(slot);
+            release(second);
+            add_part(1);
+          } else {
+            ptx::wgmma_wait<0>();
+            if (S::kEvenly && !all) release(first);
+            add_part(0);
+          }
+        }
+      } else {
+        for (int left = stage_count; left > 0; --left) {
+          const uint64_t x = ptx::wgmma_descriptor(data);
+          const int slot = at.slot;
 #pragma unroll
-            for (int i = 0; i < S::kTokens / 2; ++i) {
-              float sum = part[i];
-              if constexpr (S::kColumns == 2 * S::kTokens) sum += part[i + S::kTokens / 2];
-              acc[i] = fmaf(scale[i % 4 / 2], sum, acc[i]);
+          for (int unit = 0; unit < S::kUnits; ++unit) {
+            const bool last = unit + 1 == S::kUnits, flushes = S::kFlushes > 1 || last;
+            const int group = S::kFlushes > 1 ? unit : 0;
+            if (!last) load_unit(data, unit + 1);
+            if (flushes) load_factors(data, group);
+            multiply_unit(x, unit, part);
+            if (S::kMakesSums && !S::kMultipliesSums && flushes && group == 0) {
+              ptx::barrier_wait(summed + slot, at.phase);
+            }
+            if (flushes && !S::kMultipliesSums) {
+              set_factors(data, group);
+              if (S::kSums) add_sums(data, group);
+            }
+            if (unit > 0 && S::kFlushes == 1) ptx::wgmma_wait<1>();
+            const uint8_t* const before = data;
+            if (last) {
+              if (S::kMultipliesSums && S::kFlushes == 1) ptx::barrier_wait(summed + slot, at.phase);
+              at.advance();
+              data = stage_data();
+            } else if (S::kMultipliesSums && S::kFlushes > 1 && unit == 0) {
+              ptx::barrier_wait(summed + slot, at.phase);
+            }
+            if (!last) {
+              convert_unit(unit + 1);
+            } else if (left > 1) {
+              wait_full();
+              load_unit(data, 0);
+              convert_unit(0);
+            }
+            if (flushes) {
+              if (S::kMultipliesSums) {
+                multiply_sums(before, group);
+                set_factors(before, group);
+              }
+              ptx::wgmma_wait<0>();
+              if (last) release(slot);
+#pragma unroll
+              for (int i = 0; i < S::kTokens / 2; ++i) {
+                float sum = part[i];
+                if constexpr (S::kColumns == 2 * S::kTokens) sum += part[i + S::kTokens / 2];
+                acc[i] = fmaf(scale[i % 4 / 2], sum, acc[i]);
+              }
             }
           }
+        }
+      }
+    };
+    if constexpr (S::kEvenly) {
+#pragma unroll 1
+      for (bool handed = work.handed_stages > 0;; handed = false) {
+        if (!S::kPlain) load_only(Tile<S>(params, work.tile - handed, false, 0).n0);
+        multiply_stages(handed ? work.handed_stages : work.stages, !handed);
+        if (!handed) break;
+        const Work<S> ended = work_again();
+        float4* const to = partial_of(ended.share);
+        const int handed_blocks = Tile<S>(params, ended.tile - 1, false, 0).token_blocks();
+#pragma unroll
+        for (int i = 0; i < S::kTokens / 8; ++i) {
+          if (i < handed_blocks) {
+            to[i * (S::kRows * 2)] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+          }
+          acc[4 * i] = acc[4 * i + 1] = acc[4 * i + 2] = acc[4 * i + 3] = 0.f;
+        }
+        ptx::named_arrive<kHandsOver, kHandingThreads>();
+        if (ended.stages == 0) return;
+      }
+    } else {
+      load_only(tile.n0);
+      multiply_stages(work.stages, true);
+    }
+    const Work<S> ended = work_again();
+    const Tile<S> of(params, ended.tile, paired, of_cluster);
+    const int m0 = of.m0, n0 = of.n0, tokens = of.tokens, token_blocks = of.token_blocks();
+    if constexpr (S::kEvenly) {
+      if (params.evenly) {
+        int left = static_cast<int>(params.tile_stages.divisor) - ended.stages;
+#pragma unroll 1
+        for (int other = ended.share + 1; left > 0; ++other) {
+          left -= params.stages + (other < params.more_stages ? 1 : 0);
+          uint64_t* const word = word_of(other);
+          while (!ptx::handed_over(word)) {
+          }
+          me.sync();
+          if (me.thread() == 0) *word = 0;
+          add_partial<S>(partial_of(other), token_blocks, acc);
         }
       }
     }
@@ -1233,7 +1378,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const Blocks blocks(params, cluster, rank, token_blocks);
     if (threadIdx.x == 0) ptx::barrier_expect(received, (cluster - 1) * blocks.mine * S::kRows * 8 * 4);
     const bool lines = rounds_sums<S>(args);
-    const tiles::ConsumerOf<S::kWarpgroups> me{warpgroup, warp % 4};
     float bias[2] = {};
     if (lines && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
     int staged_at = 0;
@@ -1242,13 +1386,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       // but two, where there is room for two warpgroups, or in the one after that, as soon as all have read it.
       const int back = warpgroup < 2 ? 3 : 2;
       const RingPosition<S::kStages> read = at.before(back);
-      if (stage_count >= back) ptx::barrier_wait(empty + read.slot, read.phase);
+      if (ended.handed_stages + ended.stages >= back) ptx::barrier_wait(empty + read.slot, read.phase);
       staged_at = read.slot * S::kStageBytes + warpgroup % 2 * S::kResultBytes;
       if (paired) ptx::cluster_arrive();
     } else if (cluster > 1 || paired) {
       ptx::cluster_meet();
     } else {
-      asm volatile("bar.sync 1, %0;\n" ::"n"(S::kWarpgroups * 128) : "memory");
+      ptx::named_sync<kAllMultiply, S::kWarpgroups * 128>();
     }
     // Made where it is used: what the others of a cluster wait for does not wait for it.
     const auto y = [&] { return static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n; };
@@ -1293,7 +1437,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
                                                                 static_cast<int>(args.n));
     }
   }
-  if (rounds_sums<S>(args)) return;
+  if (rounds_sums<S>(args) || (S::kEvenly && params.evenly && work_again().stages == 0)) return;
   ptx::barrier_wait(received, 0);
   if (S::Source::kPieces > 1) ptx::wait_for_last_kernel();  // whose powers of two this thread reads
   const Share own = own_share();
@@ -1307,7 +1451,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     if constexpr (S::Source::kPieces == 1) {
       return kUnscale;
     } else {
-      return params.powers[(args.x_batch_stride == 0 ? 0 : batch * args.m) + m0 + token];
+      return params.powers[(args.x_batch_stride == 0 ? 0 : batch * args.m) + own.m0 + token];
     }
   };
   uint32_t again = finish_quads<S>(Finish(args, batch), own, ring, factor_of);
@@ -1317,7 +1461,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const Quad<S::kWarpgroups> at(own, threadIdx.x + (__ffs(again) - 1) * S::kThreads);
 #pragma unroll 1
     for (int64_t n = at.n; n < min(at.n + int64_t{4}, args.n); ++n) {
-      finish(args, batch, m0 + at.token, n, exact_sum<S::kTable>(args, batch, m0 + at.token, n, 0, args.k));
+      finish(args, batch, own.m0 + at.token, n, exact_sum<S::kTable>(args, batch, own.m0 + at.token, n, 0, args.k));
     }
   }
 #else
@@ -1330,19 +1474,14 @@ template <typename Source>
 struct Kernel {
   void (*function)(typename Source::Params, Maps);
   int tokens, outputs, threads, ctas, shared_bytes, flushes;
-  bool rounded, teams, pairs;
+  bool rounded, teams, evenly, pairs;
 };
 template <typename S>
-constexpr Kernel<typename S::Source> kKernel = {warpgroup_matmul<S>,
-                                                S::kTokens,
-                                                S::kRows,
-                                                S::kThreads,
-                                                S::kCtas,
-                                                kBarrierBytes + S::kStages * S::kStageBytes + S::kTableBytes,
-                                                S::kFlushes,
-                                                S::kRounded,
-                                                S::kTeams,
-                                                S::kPairs};
+constexpr Kernel<typename S::Source> kKernel = {
+    warpgroup_matmul<S>, S::kTokens,  S::kRows,
+    S::kThreads,         S::kCtas,    kBarrierBytes + S::kStages * S::kStageBytes + S::kTableBytes,
+    S::kFlushes,         S::kRounded, S::kTeams,
+    S::kEvenly,          S::kPairs};
 
 // Of so many stages of inputs.
 template <typename Source>
@@ -1350,26 +1489,42 @@ cudaError_t launch_stages(const Kernel<Source>& kernel, typename Source::Params 
                           const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const int token_tiles = static_cast<int>(ceil_div(args.m, kernel.tokens));
-  params.token_tiles = Divisor(token_tiles);
-  params.ranks = Divisor(config.cluster);
-  params.stages = stages / (config.cluster * config.teams);
-  params.more_stages = stages % (config.cluster * config.teams);
-  params.teams = config.teams;
   const int64_t tiles = ceil_div(config.part.count(args.n), kernel.outputs) * token_tiles;
-  if (config.teams > 1) {
-    const int64_t bytes = team_bytes(tiles, config.cluster, kernel.tokens);
-    if (!kernel.teams || config.cluster < 2 || args.batch > 1 || bytes > args.scratch_bytes) {
+  int64_t ctas = tiles;
+  int cluster = config.cluster, teams = config.teams, shares = cluster * teams;  // of a tile's stages
+  params.tile_stages = Divisor(stages);
+  params.evenly = config.cluster == kEvenly;
+  if (params.evenly) {
+    const int places = config.multiprocessors * teams;
+    ctas = even_ctas(tiles, stages, places);
+    const int64_t at = even_at(args.scratch_bytes, places, kernel.tokens, kernel.outputs / kTileN);
+    if (!kernel.evenly || teams > kernel.ctas || ctas < tiles || args.batch > 1 || at < 0) {
+      return cudaErrorInvalidConfiguration;
+    }
+    cluster = teams = 1, shares = static_cast<int>(ctas), stages *= static_cast<int>(tiles);
+    params.partial = reinterpret_cast<float4*>(static_cast<uint8_t*>(args.scratch) + at);
+    params.arrived = reinterpret_cast<uint64_t*>(params.partial + ctas * (kernel.tokens * kernel.outputs / 4));
+  }
+  params.token_tiles = Divisor(token_tiles);
+  params.cluster = cluster;
+  params.ranks = Divisor(cluster);
+  params.stages = stages / shares;
+  params.more_stages = stages % shares;
+  params.teams = teams;
+  if (teams > 1) {
+    const int64_t bytes = team_bytes(tiles, cluster, kernel.tokens);
+    if (!kernel.teams || cluster < 2 || args.batch > 1 || bytes > args.scratch_bytes) {
       return cudaErrorInvalidConfiguration;
     }
     params.partial = static_cast<float4*>(args.scratch);
     params.arrived =
-        reinterpret_cast<uint64_t*>(params.partial + tiles * config.cluster * team_sums(kernel.tokens, kernel.outputs));
+        reinterpret_cast<uint64_t*>(params.partial + tiles * cluster * team_sums(kernel.tokens, kernel.outputs));
   }
   LaunchShape shape;
-  shape.grid = dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(config.cluster),
-                    static_cast<unsigned>(std::max<int64_t>(args.batch, config.teams)));
+  shape.grid = dim3(static_cast<unsigned>(ctas), static_cast<unsigned>(cluster),
+                    static_cast<unsigned>(std::max<int64_t>(args.batch, teams)));
   shape.threads = kernel.threads;
-  shape.cluster = params.paired ? 2 : config.cluster;
+  shape.cluster = params.paired ? 2 : cluster;
   shape.cluster_along_y = !params.paired;
   shape.shared_bytes = kernel.shared_bytes;
   shape.early = Source::kPieces > 1;

@@ -6,13 +6,18 @@
 
 namespace wonly::warpgroup {
 
+// In place of a number of CTAs along the inputs: one CTA for each multiprocessor, or two, with an even share of all
+// tiles' stages of 128 inputs, one after the other, as Stream-K has them (Osama et al., 2023, arXiv:2301.03598).
+constexpr int kEvenly = 0;
+
 struct Config {
   int tokens;      // of a CTA: 16, 32, 64 or 128; also 48 or 72 to 216, and other warpgroups than 2, as
   int warpgroups;  // launch_tokens in matmul_warpgroup.cuh says; each has 64 outputs. Of float32: 8 (of eight bits),
                    // 16, 32 or 64, of four bits 48 and 96, and 2. With a table 32 or 64 (float32: also 16), and 2
-  int cluster;     // CTAs along the inputs, 1 .. 8
+  int cluster;     // CTAs along the inputs, 1 .. 8, or kEvenly
   int multiprocessors;
-  int teams = 1;  // 2: clusters of two CTAs or more that share a tile's inputs, and meet in scratch
+  int teams = 1;  // 2: clusters of two CTAs or more that share a tile's inputs, and meet in scratch; kEvenly: CTAs of a
+                  // multiprocessor
   Part part{};
 };
 
@@ -40,6 +45,25 @@ constexpr int most_of_rank(int tokens) { return (tokens / 2 + 15) / 16 * 16; }
 // for each warpgroup that says whether they are there.
 constexpr int64_t team_bytes(int64_t tiles, int cluster, int tokens) {
   return tiles * cluster * 2 * (int64_t{4} * 64 * most_of_rank(tokens) + 8);
+}
+
+// Whether there are CTAs of so many tokens and warpgroups that share all tiles' stages out evenly, but where they make
+// sums of the activations.
+constexpr bool shares_evenly(int tokens, int warpgroups) {
+  return tokens >= 32 && (warpgroups == 2 || (warpgroups == 3 && tokens < 200));
+}
+// How many they are, of so many places: no more than one for a stage. There must be no fewer than tiles, so that none
+// has more of them than two, and finishes no more than one.
+constexpr int64_t even_ctas(int64_t tiles, int64_t stages, int places) {
+  return tiles * stages < places ? tiles * stages : places;
+}
+// Scratch that they take, the last of it: float32 sums of a tile for each CTA, and a word for each of its warpgroups.
+constexpr int64_t even_bytes(int places, int tokens, int warpgroups) {
+  return (places * warpgroups * (int64_t{4} * 64 * tokens + 8) + 15) / 16 * 16;
+}
+// Where that begins; negative if it does not fit.
+constexpr int64_t even_at(int64_t scratch_bytes, int places, int tokens, int warpgroups) {
+  return (scratch_bytes / 16 * 16) - even_bytes(places, tokens, warpgroups);
 }
 
 // What a configuration is expected to take, in microseconds.
@@ -74,6 +98,9 @@ struct Costs {
   int alone_ctas;  // of a cluster at most where two CTAs do not share a multiprocessor
   int one_pass;    // tokens below which a shape is for no more tokens than it has
   float team;      // what two teams take to meet; 0: there are none
+  // What CTAs take to meet that share stages evenly, and what each token of each part of a tile adds; 0: there are
+  // none. Stages of eight bits take so many times as long, as CTAs are not in pairs.
+  float even, even_token, even_eight_bits;
 };
 
 // Sets the configuration that is expected to be fastest; returns the microseconds that it should take. whole: only of

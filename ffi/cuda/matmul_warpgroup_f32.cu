@@ -55,7 +55,13 @@ cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_
   params.cluster = config.cluster;
   params.log2_group_blocks = log2_group_blocks(args);
   params.sum_count = static_cast<int>(sum_count(args));
-  const int64_t rows = split_rows(args);
+  MatmulArgs others = args;  // than the sums of CTAs that share stages evenly, of all rows at once
+  if (config.cluster == kEvenly) {
+    const int places = config.multiprocessors * config.teams;
+    others.scratch_bytes = even_at(args.scratch_bytes, places, config.tokens, config.warpgroups);
+    if (others.scratch_bytes < 0 || split_rows(others) < args.m) return cudaErrorInvalidConfiguration;
+  }
+  const int64_t rows = split_rows(others);
   const int64_t x_batch = args.x_batch_stride == 0 ? 1 : args.batch;
   for (int64_t first = 0; first < args.m; first += rows) {
     params.args.m = std::min(rows, args.m - first);

@@ -22,6 +22,13 @@ __device__ __forceinline__ int64_t kept(int64_t value) {
   return value;
 }
 
+// blockIdx.x, read again: what follows from it is made again, and was not kept in registers.
+__device__ __forceinline__ int block_again() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(block));
+  return block;
+}
+
 // By address, for addresses that arithmetic has made.
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t value;

@@ -175,7 +175,11 @@ void products() {
     run(DType::kBF16, 4, 247 + scheme, 1024, 17912 - 8 * scheme, 128, scheme);  // two kernels of some outputs each
     run(DType::kF16, 4, 69 + scheme, 1536, 25776, 128, scheme);                 //
     run(DType::kBF16, 8, 160 + 8 * scheme, 1024, 26720, 128, scheme);           //
-    for (const int64_t m : {8, 13, 31, 40, 90, 700}) {                          // float32 activations in pieces
+    run(DType::kBF16, 4, 40 + 7 * scheme, 4096, 8712 - 8 * scheme, 128 >> scheme % 2, scheme);  // even shares
+    run(DType::kBF16, 4, 20 + scheme, 3072, 20000 + 8 * scheme, 64 << scheme % 2, scheme);      // by two CTAs each
+    run(DType::kF16, 4, 185 + 15 * scheme, 7168, 6600, 128, scheme % 2);                        // and 192 outputs
+    run(DType::kF32, 4 + scheme / 2 * 4, 33 + 9 * scheme, 2048, 10232, scheme == 1 ? 64 : 128, scheme);  //
+    for (const int64_t m : {8, 13, 31, 40, 90, 700}) {  // float32 activations in pieces
       run(DType::kF32, 4, m, 2112, 1100, m % 2 ? 64 : 32, scheme);
       run(DType::kF32, 8 - scheme / 2 * 4, m, 3000 + m % 2 * 72, 2060, m % 2 ? 256 : 0, scheme);
     }
@@ -185,8 +189,12 @@ void products() {
 void products_with_tables() {
   for (const DType type : kTypes) {
     for (const int64_t m : {1, 5, 20, 70, 300}) {
-      for (const auto& [k, n, group] :
-           {std::array<int64_t, 3>{256, 136, 64}, {512, 2050, 32}, {104, 70, 0}, {4096, 2056, 128}, {4160, 4104, 64}}) {
+      for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64},
+                                        {512, 2050, 32},
+                                        {104, 70, 0},
+                                        {4096, 2056, 128},
+                                        {4160, 4104, 64},
+                                        {2048, 10240, 64}}) {
         Case c;
         const MatmulArgs args = product(c, 1 + (k == 4160), m, k, n, group, 4, type, 4);
         c.run("table", args.y, args.batch * m * n * element_size(type), [&] { return launch_matmul(args, nullptr); });

@@ -9,7 +9,7 @@ import pytest
 from reference import DTYPES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
-from jax_wonly import _cuda_dispatch
+from jax_wonly import _cuda_costs, _cuda_dispatch
 from jax_wonly._abi import ShiftMode
 from jax_wonly._cuda_dispatch import Product
 
@@ -201,15 +201,16 @@ def test_factors_by_turns(rng, k, group_size, scale_dtype, bits, mode):
         np.testing.assert_array_equal(np.asarray(jw.matmul(x, weight.qt, implementation="cuda")), np.asarray(y))
 
 
-MODES = {"symmetric": ShiftMode.NONE, "integer_zeros": ShiftMode.ZEROS, "offsets": ShiftMode.OFFSETS}
+MODES = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS, "table": ShiftMode.TABLE}  # others are zeros
 
 
 def expected_configuration(m, k, n, bits, mode, x_dtype, groups) -> tuple:
     """The kernel and its configuration; skips the test on a GPU without the 132 multiprocessors that cases are for."""
     if _cuda_dispatch._gpu() != ("9.0", 132):
         pytest.skip("the dispatcher chooses this on an H100 with 132 multiprocessors")
-    shift = {"symmetric": None, "integer_zeros": jnp.uint8}.get(mode, DTYPES[x_dtype])
-    product = Product(m, k, n, 1, bits, DTYPES[x_dtype], DTYPES[x_dtype], MODES[mode], shift, groups)
+    shift = {"symmetric": None, "integer_zeros": jnp.uint8, "table": jnp.float32}.get(mode, DTYPES[x_dtype])
+    row_mode = MODES.get(mode, ShiftMode.ZEROS)
+    product = Product(m, k, n, 1, bits, DTYPES[x_dtype], DTYPES[x_dtype], row_mode, shift, groups)
     name = _cuda_dispatch.kernel(product)
     times = {"matmul_tiled": _cuda_dispatch._tiled_times, "matmul_warpgroup": _cuda_dispatch._warpgroup_times}[name]
     return name, *min(times(product), key=lambda pair: pair[1])[0]
@@ -239,6 +240,46 @@ def test_teams(rng, m, k, n, bits, mode, x_dtype, cluster):
     )
     first = lines(x), single(x)
     assert_product(first[0], x, weight, rounded_weights=True)
+    assert_product(first[1], x, weight, activation="relu", out_dtype="float32", rounded_weights=True)
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(lines(x)), np.asarray(first[0]))
+        np.testing.assert_array_equal(np.asarray(single(x)), np.asarray(first[1]))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "bits", "group_size", "mode", "x_dtype"),
+    [
+        (33, 8192, 10240, 4, 128, "symmetric", "bfloat16"),
+        (40, 8192, 10232, 4, 128, "integer_zeros", "float16"),
+        (48, 5120, 10007, 4, 128, "symmetric", "bfloat16"),
+        (61, 4096, 11008, 4, 32, "symmetric", "bfloat16"),
+        (70, 6144, 11000, 4, 128, "offsets", "bfloat16"),
+        (90, 4096, 11008, 4, 128, "float_zeros", "float16"),
+        (100, 8192, 10240, 8, 128, "symmetric", "bfloat16"),
+        (130, 13824, 5120, 4, 128, "symmetric", "bfloat16"),
+        (180, 8064, 6336, 4, 64, "symmetric", "bfloat16"),
+        (200, 8192, 6336, 8, 128, "integer_zeros", "float16"),
+        (40, 8192, 10240, 4, 64, "table", "bfloat16"),
+        (60, 8192, 10240, 4, 128, "symmetric", "float32"),
+        (33, 8192, 10232, 8, 128, "offsets", "float32"),
+        (30, 8192, 10240, 4, 64, "table", "float32"),
+        (62, 8256, 10112, 4, None, "symmetric", "float32"),
+    ],
+)
+def test_even_shares(rng, m, k, n, bits, group_size, mode, x_dtype):
+    """CTAs share all tiles' inputs out evenly, and most have the end of a tile and the beginning of another: results
+    are whole lines, or with a function and in float32, which all warps finish."""
+    found = expected_configuration(m, k, n, bits, mode, x_dtype, k // (group_size or k))
+    assert (found[0], found[3]) == ("matmul_warpgroup", _cuda_costs.EVENLY)
+    scale_dtype = "float32" if mode == "table" else x_dtype
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype)
+    x, bias = random_x(rng, (m, k), x_dtype), random_x(rng, (n,))
+    lines = jax.jit(lambda x: jw.matmul(x, weight.qt, bias=bias, implementation="cuda"))
+    single = jax.jit(
+        lambda x: jw.matmul(x, weight.qt, activation="relu", preferred_element_type=jnp.float32, implementation="cuda")
+    )
+    first = lines(x), single(x)
+    assert_product(first[0], x, weight, bias=bias, rounded_weights=True)
     assert_product(first[1], x, weight, activation="relu", out_dtype="float32", rounded_weights=True)
     for _ in range(3):
         np.testing.assert_array_equal(np.asarray(lines(x)), np.asarray(first[0]))
