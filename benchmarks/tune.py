@@ -197,7 +197,7 @@ def chosen(product: _cuda_dispatch.Product, *, two: bool = True, evenly: bool = 
     _cuda_dispatch._parts_on.cache_clear()
     try:
         if not evenly:
-            _cuda_dispatch._WARPGROUPS = costs._replace(even=0.0)
+            _cuda_dispatch._WARPGROUPS = costs._replace(even_tiles=0)
         if two and (parts := _cuda_dispatch._parts(product)):
             return [("parts", (parts.outputs,)), *map(without_ctas, parts[:2])]
         times = [(("matmul_warpgroup", config), us) for config, us in _cuda_dispatch._warpgroup_times(product)]

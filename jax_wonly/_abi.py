@@ -105,18 +105,15 @@ def aligned_rows_scratch(rows: int, row: int, sizes: list[int]) -> int:
     return sum(-(-rows * row * size // 256) * 64 for size in sizes)
 
 
-SPLIT_ROWS = 512  # of float32 activations that are taken at a time
-
-
 def split_scratch(x_batch: int, m: int, k: int, batch: int, sums: int = 0) -> int:
     """Words of scratch for float32 activations ``[x_batch, m, k]`` on CUDA, as two fp16 numbers each, and a power of
     two and ``sums`` for each row.
 
-    Those of one weight are taken ``SPLIT_ROWS`` at a time, 2 KB for each of K: so many stay in the L2 of an H100 up to
-    20,000 inputs. ``batch`` is that of the product; the rows of several weights need as much as x has. As
+    Those of one weight are taken 512 rows at a time, 2 KB for each of K: so many stay in the L2 of an H100 up to 20,000
+    inputs. ``batch`` is that of the product; the rows of several weights need as much as x has. As
     ``warpgroup::split_rows`` in ``ffi/cuda/matmul_warpgroup.h``.
     """
-    rows = m if batch > 1 else min(m, SPLIT_ROWS)
+    rows = m if batch > 1 else min(m, 512)
     return x_batch * (rows * (k + 1 + sums) + (3 * (sums + 1) if sums else 0))
 
 

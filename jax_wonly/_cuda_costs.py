@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_wonly import _abi
-
 
 class Warpgroups(NamedTuple):
     """``matmul_warpgroup`` with one pair of tokens and warpgroups of a CTA."""
@@ -249,15 +247,18 @@ class WarpgroupCosts(NamedTuple):
     alone_ctas: int  # of a cluster at most where two CTAs do not share a multiprocessor
     one_pass: int  # tokens below which a shape is for no more tokens than it has
     team: float  # what two teams of clusters take to meet; 0: there are none
-    # What CTAs take to meet that share stages evenly, and what each token of each part of a tile adds; 0: there are
-    # none. Stages of eight bits take so many times as long, as CTAs are not in pairs.
+    # What CTAs take to meet that share stages evenly, and what each token of each part of a tile adds. Stages of eight
+    # bits take so many times as long, as CTAs are not in pairs. Products of more than ``even_tiles`` tiles of tokens
+    # gain nothing: their CTAs read other weights and activations at a time.
     even: float
     even_token: float
     even_eight_bits: float
+    even_tiles: int
 
-    def shares_evenly(self, tokens: int, warpgroups: int) -> bool:
+    @staticmethod
+    def shares_evenly(tokens: int, warpgroups: int) -> bool:
         """As ``warpgroup::shares_evenly`` in ``ffi/cuda/matmul_warpgroup.h``."""
-        return self.even > 0 and tokens >= EVEN_TOKENS and (warpgroups == 2 or (warpgroups == 3 and tokens < 200))
+        return tokens >= EVEN_TOKENS and (warpgroups == 2 or (warpgroups == 3 and tokens < 200))
 
 
 def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
@@ -337,7 +338,7 @@ def warpgroup_times(
                 yield (shape.tokens, shape.warpgroups, cluster.ctas, 2), us
         makes_sums = scheme.floats and not scheme.split and not scheme.rounds(shape.tokens)
         may_share = costs.shares_evenly(shape.tokens, shape.warpgroups) and not makes_sums
-        if not may_share or m <= PASS_TOKENS or batch > 1 or (scheme.split and m > _abi.SPLIT_ROWS):
+        if not may_share or m <= PASS_TOKENS or -(-m // shape.tokens) > costs.even_tiles or batch > 1:
             continue
         longer = costs.even_eight_bits if scheme.bits == 8 else 1.0
         for ctas, stage in ((1, shape.stage + more), (2, shape.shared_stage + 2 * more)):  # of a multiprocessor

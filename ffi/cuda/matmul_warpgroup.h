@@ -98,9 +98,11 @@ struct Costs {
   int alone_ctas;  // of a cluster at most where two CTAs do not share a multiprocessor
   int one_pass;    // tokens below which a shape is for no more tokens than it has
   float team;      // what two teams take to meet; 0: there are none
-  // What CTAs take to meet that share stages evenly, and what each token of each part of a tile adds; 0: there are
-  // none. Stages of eight bits take so many times as long, as CTAs are not in pairs.
+  // What CTAs take to meet that share stages evenly, and what each token of each part of a tile adds. Stages of eight
+  // bits take so many times as long, as CTAs are not in pairs. Products of more than `even_tiles` tiles of tokens gain
+  // nothing: their CTAs read other weights and activations at a time.
   float even, even_token, even_eight_bits;
+  int even_tiles;
 };
 
 // Sets the configuration that is expected to be fastest; returns the microseconds that it should take. whole: only of
