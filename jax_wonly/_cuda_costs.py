@@ -258,7 +258,7 @@ class WarpgroupCosts(NamedTuple):
     @staticmethod
     def shares_evenly(tokens: int, warpgroups: int) -> bool:
         """As ``warpgroup::shares_evenly`` in ``ffi/cuda/matmul_warpgroup.h``."""
-        return tokens >= EVEN_TOKENS and (warpgroups == 2 or (warpgroups == 3 and tokens < 200))
+        return tokens in EVEN_TOKENS.get(warpgroups, ())
 
 
 def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
@@ -276,7 +276,8 @@ def resident_of(file: dict, name: str) -> Resident:
 
 
 EVENLY = 0  # in place of the CTAs of a cluster: as many as multiprocessors share all tiles' inputs out evenly
-EVEN_TOKENS = 32  # of a tile of matmul_warpgroup whose inputs CTAs may share so, at least
+# Tokens of tiles of matmul_warpgroup whose inputs CTAs may share so, by warpgroups.
+EVEN_TOKENS = {2: (32, 48, 64, 96, 112, 128), 3: (72, 96, 128, 152, 176)}
 ALONE_WARPGROUPS = 3  # of a CTA of matmul_warpgroup that shares its inputs with no other
 BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
@@ -336,8 +337,8 @@ def warpgroup_times(
             if costs.team and of_teams and ends == 1 and cluster.ctas > 1 and batch == 1 and 2 * ctas <= places:
                 us = max(0.5 * walking, reading) + start + costs.team
                 yield (shape.tokens, shape.warpgroups, cluster.ctas, 2), us
-        makes_sums = scheme.floats and not scheme.split and not scheme.rounds(shape.tokens)
-        may_share = costs.shares_evenly(shape.tokens, shape.warpgroups) and not makes_sums
+        alike = scheme.plain or scheme.split or scheme.table or scheme.rounds(shape.tokens)
+        may_share = costs.shares_evenly(shape.tokens, shape.warpgroups) and alike
         if not may_share or m <= PASS_TOKENS or -(-m // shape.tokens) > costs.even_tiles or batch > 1:
             continue
         longer = costs.even_eight_bits if scheme.bits == 8 else 1.0

@@ -120,8 +120,8 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
         compare(of_teams(2), std::max(0.5f * walking, reading) + cost.start + cluster.start + costs.team);
       }
     }
-    const bool makes_sums = sums && args.x_dtype != DType::kF32 && cost.tokens < rounded_from;
-    if (whole || makes_sums || args.batch > 1 || args.m <= kNoScratch) return;
+    const bool other = args.x_dtype != DType::kF32 && !table && !is_plain(args) && cost.tokens < rounded_from;
+    if (whole || other || args.batch > 1 || args.m <= kNoScratch) return;
     if (ceil_div(args.m, cost.tokens) > costs.even_tiles) return;
     if (!shares_evenly(cost.tokens, cost.warpgroups)) return;
     for (int ctas = 1; ctas <= (cost.shared_stage > 0.f ? 2 : 1); ++ctas) {  // of a multiprocessor

@@ -89,12 +89,9 @@ struct Params {
   int teams;                // 2: two clusters share a tile's inputs; the first, which starts before, leaves its sums
   uint64_t* arrived;        // [tile, rank, warpgroup]: handed over
   float4* partial;          // [tile, rank, sums that the rank finishes]; evenly: [CTA, sums of a tile], as `arrived`
-  // All tiles' stages are shared out evenly, and `stages` and `more_stages` say how many a CTA has. What is not the
-  // beginning of a tile is handed over to the CTA that has that.
-  bool evenly;
-  Divisor tile_stages;
-  bool paired;       // a cluster is two CTAs of neighbouring outputs, which copy the tokens for each other
-  int first_output;  // of the kernel's part of the product
+  Divisor tile_stages;      // evenly: as `stages` and `more_stages` are those of a CTA
+  bool paired;              // a cluster is two CTAs of neighbouring outputs, which copy the tokens for each other
+  int first_output;         // of the kernel's part of the product
 };
 
 // The scales and shifts only where groups are smaller than a stage; `last` for a tile that is not full: the engine
@@ -129,7 +126,10 @@ struct SplitRows : Rows {
   static constexpr int producers(int) { return 3; }
 };
 
-template <typename Source_, typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, Kind kKind>
+// kEven: CTAs share the stages of all tiles out evenly. What is not the beginning of a tile is handed over to the CTA
+// that has that. A kernel for both would be up to 4% slower (docs/performance.md, log 162).
+template <typename Source_, typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, Kind kKind,
+          bool kEven_ = false>
 struct Shape {
   using Source = Source_;
   using X = X_;
@@ -145,16 +145,17 @@ struct Shape {
   static constexpr bool kRepeats = kSums || (kTable && Source::kPieces > 1);  // what is not finite
   static constexpr bool kMakesSums = kSums && Source::kPieces == 1;           // others are copied
   static constexpr bool kMultipliesSums = kMakesSums && kTokens >= 64;        // on tensor cores
-  static constexpr bool kEvenly = shares_evenly(kTokens, kWarpgroups) && !kMakesSums && !Source::kWindows;
   static constexpr int kRows = kWarpgroups * kTileN;
-  static constexpr bool kShares = shares_inputs(kWarpgroups);
+  static constexpr bool kEven = kEven_;
+  static_assert(!kEven || (!kMakesSums && !Source::kWindows));
+  static constexpr bool kShares = shares_inputs(kWarpgroups) && !kEven;
   // Half of a stage's activations are multiplied before the other half has come, which is felt at the first stage. Not
   // where conversion binds, as it takes an instruction more (docs/performance.md, log 128).
   static constexpr bool kHalves = kRounded && !Source::kWindows && kTokens >= (kFlushes == 1 || kBits == 8 ? 112 : 144);
-  static constexpr bool kTeams =
-      has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain && Source::kPieces == 1 && !Source::kWindows;
+  static constexpr bool kTeams = has_teams(kTokens) && kWarpgroups == 2 && kFlushes == 1 && kPlain &&
+                                 Source::kPieces == 1 && !Source::kWindows && !kEven;
   static constexpr bool kPairs =
-      has_pairs(kTokens, kWarpgroups, kBits, kFlushes > 1) && kRounded && !Source::kWindows && kArrivals == 1;
+      has_pairs(kTokens, kWarpgroups, kBits, kFlushes > 1) && kRounded && !Source::kWindows && kArrivals == 1 && !kEven;
   // After those of outputs one warpgroup produces; more add activations up, each in slots of its own.
   static constexpr int kSumWarpgroups = !kMakesSums ? 0 : kMultipliesSums ? 2 : 1;
   static constexpr int kProducers = 1 + kSumWarpgroups;
@@ -472,11 +473,11 @@ struct Work {
   int handed_first = 0, handed_stages = 0;
 
   __device__ Work(const Params& params, int block, int of_tile, bool paired)
-      : share(S::kEvenly && params.evenly ? static_cast<int>(gridDim.x) - 1 - block : of_tile),
+      : share(S::kEven ? static_cast<int>(gridDim.x) - 1 - block : of_tile),
         tile(block >> paired),
         first(share * params.stages + min(share, params.more_stages)),
         stages(params.stages + (share < params.more_stages ? 1 : 0)) {
-    if (!S::kEvenly || !params.evenly) return;
+    if (!S::kEven) return;
     // Who waits for another's sums waits for a CTA that starts before: the last of them starts first.
     tile = params.tile_stages.divide(first, &handed_first);
     first = 0;
@@ -731,10 +732,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   const Work<S> work(params, blockIdx.x, of_tile, paired);
   const Tile<S> tile(params, work.tile, paired, of_cluster);
   const auto work_again = [&] {
-    return Work<S>(params, S::kEvenly ? ptx::block_again() : static_cast<int>(blockIdx.x), of_tile, paired);
+    return Work<S>(params, S::kEven ? ptx::block_again() : static_cast<int>(blockIdx.x), of_tile, paired);
   };
   // A warp that has nothing else to do waits until all can see what is handed over.
-  static_assert(!S::kEvenly || producers < 4);
+  static_assert(!S::kEven || producers < 4);
   constexpr int kHandsOver = 5, kHandingThreads = S::kWarpgroups * 128 + 32;  // a barrier, and who comes to it
   constexpr int kAllMultiply = 6;  // those of up to four warpgroups come before it
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
@@ -786,7 +787,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     if (producer >= producers) {
       __syncthreads();
       if (paired) ptx::cluster_wait();
-      if (S::kEvenly && producer == producers && work.handed_stages > 0) {
+      if (S::kEven && producer == producers && work.handed_stages > 0) {
         ptx::named_sync<kHandsOver, kHandingThreads>();
         if (lane < S::kWarpgroups) ptx::hand_over(params.arrived + work.share * S::kWarpgroups + lane);
       }
@@ -887,19 +888,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         __syncthreads();
         if (paired) ptx::cluster_wait();
       };
-      if constexpr (S::kEvenly) {
-#pragma unroll 1
-        for (bool handed = work.handed_stages > 0, first = true;; handed = false, first = false) {
-          const Tile<S> of(params, work.tile - handed, paired, of_cluster);
-          copy_stages(of, handed ? work.handed_first : work.first, handed ? work.handed_stages : work.stages,
-                      first ? 0 : work.handed_stages, [&] {
-                        if (first) start();
-                      });
-          if (!handed) break;
-        }
-      } else {
-        copy_stages(tile, work.first, work.stages, 0, start);
+      // One after the other, not in a loop, in which nothing would be known to be the same for all lanes.
+      const bool hands_over = S::kEven && work.handed_stages > 0;
+      if (hands_over) {
+        copy_stages(Tile<S>(params, work.tile - 1, false, 0), work.handed_first, work.handed_stages, 0, start);
       }
+      copy_stages(tile, work.first, work.stages, work.handed_stages, [&] {
+        if (!hands_over) start();
+      });
     } else if (S::kMakesSums && producer >= 4) {
       const int output = threadIdx.x % 128;
       float scale = 0.f, shift = 0.f;  // those of all inputs, if there is one of each
@@ -1227,7 +1223,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
           convert_unit(0);
         }
         ptx::wgmma_wait<0>();
-        if (S::kEvenly && !all) arrive(done, arrives);
+        if (S::kEven && !all) release(at.before(1).slot);
       } else if constexpr (S::kTwoSums) {
         float parts[2][S::kColumns / 2] = {}, factors[2][2] = {};  // of two stages, in turns
         const auto add_part = [&](int turn) {
@@ -1275,7 +1271,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
             add_part(1);
           } else {
             ptx::wgmma_wait<0>();
-            if (S::kEvenly && !all) release(first);
+            if (S::kEven && !all) release(first);
             add_part(0);
           }
         }
@@ -1331,7 +1327,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         }
       }
     };
-    if constexpr (S::kEvenly) {
+    if constexpr (S::kEven) {
 #pragma unroll 1
       for (bool handed = work.handed_stages > 0;; handed = false) {
         if (!S::kPlain) load_only(Tile<S>(params, work.tile - handed, false, 0).n0);
@@ -1357,19 +1353,17 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const Work<S> ended = work_again();
     const Tile<S> of(params, ended.tile, paired, of_cluster);
     const int m0 = of.m0, n0 = of.n0, tokens = of.tokens, token_blocks = of.token_blocks();
-    if constexpr (S::kEvenly) {
-      if (params.evenly) {
-        int left = static_cast<int>(params.tile_stages.divisor) - ended.stages;
+    if constexpr (S::kEven) {
+      int left = static_cast<int>(params.tile_stages.divisor) - ended.stages;
 #pragma unroll 1
-        for (int other = ended.share + 1; left > 0; ++other) {
-          left -= params.stages + (other < params.more_stages ? 1 : 0);
-          uint64_t* const word = word_of(other);
-          while (!ptx::handed_over(word)) {
-          }
-          me.sync();
-          if (me.thread() == 0) *word = 0;
-          add_partial<S>(partial_of(other), token_blocks, acc);
+      for (int other = ended.share + 1; left > 0; ++other) {
+        left -= params.stages + (other < params.more_stages ? 1 : 0);
+        uint64_t* const word = word_of(other);
+        while (!ptx::handed_over(word)) {
         }
+        me.sync();
+        if (me.thread() == 0) *word = 0;
+        add_partial<S>(partial_of(other), token_blocks, acc);
       }
     }
 
@@ -1437,7 +1431,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
                                                                 static_cast<int>(args.n));
     }
   }
-  if (rounds_sums<S>(args) || (S::kEvenly && params.evenly && work_again().stages == 0)) return;
+  if (rounds_sums<S>(args) || (S::kEven && work_again().stages == 0)) return;
   ptx::barrier_wait(received, 0);
   if (S::Source::kPieces > 1) ptx::wait_for_last_kernel();  // whose powers of two this thread reads
   const Share own = own_share();
@@ -1477,11 +1471,17 @@ struct Kernel {
   bool rounded, teams, evenly, pairs;
 };
 template <typename S>
-constexpr Kernel<typename S::Source> kKernel = {
-    warpgroup_matmul<S>, S::kTokens,  S::kRows,
-    S::kThreads,         S::kCtas,    kBarrierBytes + S::kStages * S::kStageBytes + S::kTableBytes,
-    S::kFlushes,         S::kRounded, S::kTeams,
-    S::kEvenly,          S::kPairs};
+constexpr Kernel<typename S::Source> kKernel = {warpgroup_matmul<S>,
+                                                S::kTokens,
+                                                S::kRows,
+                                                S::kThreads,
+                                                S::kCtas,
+                                                kBarrierBytes + S::kStages * S::kStageBytes + S::kTableBytes,
+                                                S::kFlushes,
+                                                S::kRounded,
+                                                S::kTeams,
+                                                S::kEven,
+                                                S::kPairs};
 
 // Of so many stages of inputs.
 template <typename Source>
@@ -1493,12 +1493,12 @@ cudaError_t launch_stages(const Kernel<Source>& kernel, typename Source::Params 
   int64_t ctas = tiles;
   int cluster = config.cluster, teams = config.teams, shares = cluster * teams;  // of a tile's stages
   params.tile_stages = Divisor(stages);
-  params.evenly = config.cluster == kEvenly;
-  if (params.evenly) {
+  if (kernel.evenly != (config.cluster == kEvenly)) return cudaErrorInvalidConfiguration;
+  if (kernel.evenly) {
     const int places = config.multiprocessors * teams;
     ctas = even_ctas(tiles, stages, places);
     const int64_t at = even_at(args.scratch_bytes, places, kernel.tokens, kernel.outputs / kTileN);
-    if (!kernel.evenly || teams > kernel.ctas || ctas < tiles || args.batch > 1 || at < 0) {
+    if (teams > kernel.ctas || ctas < tiles || args.batch > 1 || at < 0) {
       return cudaErrorInvalidConfiguration;
     }
     cluster = teams = 1, shares = static_cast<int>(ctas), stages *= static_cast<int>(tiles);
@@ -1574,6 +1574,12 @@ cudaError_t launch_shape(const Kernel<Source>& kernel, typename Source::Params p
 template <typename X, int kBits, int kFlushes, Kind kKind>
 cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
   const auto launch = [&](auto tokens, auto warpgroups) {
+    constexpr bool kMayShare =
+        shares_evenly(tokens.value, warpgroups.value) && kKind != Kind::kOther && kKind != Kind::kSums;
+    if constexpr (kMayShare) {
+      using S = Shape<Rows, X, kBits, tokens.value, warpgroups.value, kFlushes, kKind, true>;
+      if (config.cluster == kEvenly) return launch_shape(kKernel<S>, params, config, stream);
+    }
     using S = Shape<Rows, X, kBits, tokens.value, warpgroups.value, kFlushes, kKind>;
     return launch_shape(kKernel<S>, params, config, stream);
   };

@@ -47,10 +47,14 @@ constexpr int64_t team_bytes(int64_t tiles, int cluster, int tokens) {
   return tiles * cluster * 2 * (int64_t{4} * 64 * most_of_rank(tokens) + 8);
 }
 
-// Whether there are CTAs of so many tokens and warpgroups that share all tiles' stages out evenly, but where they make
-// sums of the activations.
+// Whether there are CTAs of so many tokens and warpgroups that share all tiles' stages out evenly, where scales are of
+// the type of 16-bit activations, or these of float32, and none make sums of the activations. Not all that there are: a
+// kernel of its own for each.
 constexpr bool shares_evenly(int tokens, int warpgroups) {
-  return tokens >= 32 && (warpgroups == 2 || (warpgroups == 3 && tokens < 200));
+  return warpgroups == 2
+             ? tokens == 32 || tokens == 48 || tokens == 64 || tokens == 96 || tokens == 112 || tokens == 128
+         : warpgroups == 3 ? tokens == 72 || tokens == 96 || tokens == 128 || tokens == 152 || tokens == 176
+                           : false;
 }
 // How many they are, of so many places: no more than one for a stage. There must be no fewer than tiles, so that none
 // has more of them than two, and finishes no more than one.
