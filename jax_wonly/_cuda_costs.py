@@ -44,6 +44,22 @@ class Scheme(NamedTuple):
     half: bool = False  # float16 ones
     table: bool = False
 
+    def shares_evenly(self, tokens: int, warpgroups: int) -> bool:
+        """As ``warpgroup::shares_evenly`` in ``ffi/cuda/matmul_warpgroup.h``, but where sums of activations are made or
+        scales are of another type."""
+        if not (self.plain or self.split or self.table or self.rounds(tokens)):
+            return False
+        small = self.ends > 1
+        if self.split:
+            return warpgroups == 2 and self.bits == 4 and tokens >= 32 and (self.table or not small)
+        if self.bits == 8:
+            of = {} if small or self.zeros else {2: (32, 64, 96, 128), 3: (128,)}
+        elif small:
+            of = {2: (32, 64), 3: (72, 96, 128)}
+        else:
+            of = {2: (32, 48, 64, 96, 128), 3: (72, 96, 128, 152, 176)}
+        return tokens in of.get(warpgroups, ())
+
     def pairs(self, tokens: int, warpgroups: int) -> bool:
         """As ``warpgroup::has_pairs`` in ``ffi/cuda/matmul_warpgroup.h``."""
         if warpgroups == 2:
@@ -247,18 +263,13 @@ class WarpgroupCosts(NamedTuple):
     alone_ctas: int  # of a cluster at most where two CTAs do not share a multiprocessor
     one_pass: int  # tokens below which a shape is for no more tokens than it has
     team: float  # what two teams of clusters take to meet; 0: there are none
-    # What CTAs take to meet that share stages evenly, and what each token of each part of a tile adds. Stages of eight
-    # bits take so many times as long, as CTAs are not in pairs. Products of more than ``even_tiles`` tiles of tokens
-    # gain nothing: their CTAs read other weights and activations at a time.
+    # What CTAs take that share stages evenly, for each tile of tokens, and for each token of each part of a tile.
+    # Stages of eight bits take so many times as long, as CTAs are not in pairs. Products of more than ``even_tiles``
+    # tiles of tokens gain nothing: their CTAs read other weights and activations at a time.
     even: float
     even_token: float
     even_eight_bits: float
     even_tiles: int
-
-    @staticmethod
-    def shares_evenly(tokens: int, warpgroups: int) -> bool:
-        """As ``warpgroup::shares_evenly`` in ``ffi/cuda/matmul_warpgroup.h``."""
-        return tokens in EVEN_TOKENS.get(warpgroups, ())
 
 
 def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
@@ -276,8 +287,6 @@ def resident_of(file: dict, name: str) -> Resident:
 
 
 EVENLY = 0  # in place of the CTAs of a cluster: as many as multiprocessors share all tiles' inputs out evenly
-# Tokens of tiles of matmul_warpgroup whose inputs CTAs may share so, by warpgroups.
-EVEN_TOKENS = {2: (32, 48, 64, 96, 112, 128), 3: (72, 96, 128, 152, 176)}
 ALONE_WARPGROUPS = 3  # of a CTA of matmul_warpgroup that shares its inputs with no other
 BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
@@ -337,15 +346,14 @@ def warpgroup_times(
             if costs.team and of_teams and ends == 1 and cluster.ctas > 1 and batch == 1 and 2 * ctas <= places:
                 us = max(0.5 * walking, reading) + start + costs.team
                 yield (shape.tokens, shape.warpgroups, cluster.ctas, 2), us
-        alike = scheme.plain or scheme.split or scheme.table or scheme.rounds(shape.tokens)
-        may_share = costs.shares_evenly(shape.tokens, shape.warpgroups) and alike
-        if not may_share or m <= PASS_TOKENS or -(-m // shape.tokens) > costs.even_tiles or batch > 1:
+        few_tiles = -(-m // shape.tokens) <= costs.even_tiles
+        if not scheme.shares_evenly(shape.tokens, shape.warpgroups) or m <= PASS_TOKENS or not few_tiles or batch > 1:
             continue
         longer = costs.even_eight_bits if scheme.bits == 8 else 1.0
         for ctas, stage in ((1, shape.stage + more), (2, shape.shared_stage + 2 * more)):  # of a multiprocessor
             places = ctas * multiprocessors
             if blocks <= places and (ctas == 1 or shape.shared_stage > 0):
-                meeting = costs.even + costs.even_token * -(-places // blocks) * shape.tokens
+                meeting = costs.even * -(-m // shape.tokens) + costs.even_token * -(-places // blocks) * shape.tokens
                 walking = -(-blocks * stages // places) * longer * stage
                 yield (shape.tokens, shape.warpgroups, EVENLY, ctas), max(walking, reading) + shape.start + meeting
 

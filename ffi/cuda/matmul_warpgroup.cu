@@ -122,19 +122,22 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
     }
     const bool other = args.x_dtype != DType::kF32 && !table && !is_plain(args) && cost.tokens < rounded_from;
     if (whole || other || args.batch > 1 || args.m <= kNoScratch) return;
-    if (ceil_div(args.m, cost.tokens) > costs.even_tiles) return;
-    if (!shares_evenly(cost.tokens, cost.warpgroups)) return;
+    const int64_t token_tiles = ceil_div(args.m, cost.tokens);
+    if (token_tiles > costs.even_tiles) return;
+    const bool has_zeros = args.shift_mode == ShiftMode::kZeros, split = args.x_dtype == DType::kF32;
+    if (!shares_evenly(cost.tokens, cost.warpgroups, args.bits, groups > 1.f, has_zeros, table, split)) return;
     for (int ctas = 1; ctas <= (cost.shared_stage > 0.f ? 2 : 1); ++ctas) {  // of a multiprocessor
       const int places = ctas * multiprocessors;
       if (blocks > places) continue;
       MatmulArgs others = args;
       others.scratch_bytes = even_at(args.scratch_bytes, places, cost.tokens, cost.warpgroups);
-      if (others.scratch_bytes < 0 || (args.x_dtype == DType::kF32 && split_rows(others) < args.m)) continue;
+      if (others.scratch_bytes < 0 || (split && split_rows(others) < args.m)) continue;
       const int64_t parts = ceil_div(places, blocks);  // of a tile
       const float each = static_cast<float>(ceil_div(blocks * static_cast<int64_t>(stages), places));
       const float stage = ctas > 1 ? cost.shared_stage + 2.f * more : cost.stage + more;
       const float walking = each * stage * (args.bits == 8 ? costs.even_eight_bits : 1.f);
-      const float meeting = costs.even + costs.even_token * static_cast<float>(parts * cost.tokens);
+      const float meeting =
+          costs.even * static_cast<float>(token_tiles) + costs.even_token * static_cast<float>(parts * cost.tokens);
       compare({cost.tokens, cost.warpgroups, kEvenly, multiprocessors, ctas},
               std::max(walking, reading) + cost.start + meeting);
     }

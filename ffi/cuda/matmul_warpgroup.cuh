@@ -21,12 +21,16 @@
 // two that the largest one sets.
 //
 // CTAs of a cluster split the inputs and add their sums in a fixed order through each other's shared memory. A token's
-// result does not depend on the others of a call; the size of the cluster, and with it the order of its sums, and
-// whether weights are rounded may depend on how many there are (matmul.cu).
+// result does not depend on the others of a call; the size of the cluster, or how CTAs share stages, and with it the
+// order of its sums, and whether weights are rounded may depend on how many there are (matmul.cu).
 //
 // Where larger clusters would not all fit, two teams of clusters share a tile's inputs: the first leaves its sums in
 // scratch, and the second, whose CTAs start after the first's, waits for them and adds its own. Where no CTAs share
 // inputs, two of neighbouring outputs may share the activations: each copies half of the tokens to both.
+//
+// Where tiles do not fill the multiprocessors, CTAs may share the stages of all of them out evenly: each has the last
+// ones of a tile, whose sums it hands over in scratch, and then the first ones of the next, to which it adds what CTAs
+// after it, which start before it, have handed over, in order.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -1574,8 +1578,9 @@ cudaError_t launch_shape(const Kernel<Source>& kernel, typename Source::Params p
 template <typename X, int kBits, int kFlushes, Kind kKind>
 cudaError_t launch_tokens(const Params& params, const Config& config, cudaStream_t stream) {
   const auto launch = [&](auto tokens, auto warpgroups) {
-    constexpr bool kMayShare =
-        shares_evenly(tokens.value, warpgroups.value) && kKind != Kind::kOther && kKind != Kind::kSums;
+    constexpr bool kMayShare = kKind != Kind::kOther && kKind != Kind::kSums &&
+                               shares_evenly(tokens.value, warpgroups.value, kBits, kFlushes > 1,
+                                             kKind == Kind::kRoundedAndZeros, kKind == Kind::kTable, false);
     if constexpr (kMayShare) {
       using S = Shape<Rows, X, kBits, tokens.value, warpgroups.value, kFlushes, kKind, true>;
       if (config.cluster == kEvenly) return launch_shape(kKernel<S>, params, config, stream);

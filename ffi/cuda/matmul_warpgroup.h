@@ -48,13 +48,20 @@ constexpr int64_t team_bytes(int64_t tiles, int cluster, int tokens) {
 }
 
 // Whether there are CTAs of so many tokens and warpgroups that share all tiles' stages out evenly, where scales are of
-// the type of 16-bit activations, or these of float32, and none make sums of the activations. Not all that there are: a
-// kernel of its own for each.
-constexpr bool shares_evenly(int tokens, int warpgroups) {
-  return warpgroups == 2
-             ? tokens == 32 || tokens == 48 || tokens == 64 || tokens == 96 || tokens == 112 || tokens == 128
-         : warpgroups == 3 ? tokens == 72 || tokens == 96 || tokens == 128 || tokens == 152 || tokens == 176
-                           : false;
+// the type of 16-bit activations, or these of float32 (`split`), and none make sums of the activations. Each has a
+// kernel of its own, so not of all that could. small_groups: of 32 or 64 inputs.
+constexpr bool shares_evenly(int tokens, int warpgroups, int bits, bool small_groups, bool zeros, bool table,
+                             bool split) {
+  const bool two = warpgroups == 2, three = warpgroups == 3;
+  if (split) return two && bits == 4 && tokens >= 32 && (table || !small_groups);
+  if (bits == 8) {
+    return !small_groups && !zeros &&
+           (two ? tokens == 32 || tokens == 64 || tokens == 96 || tokens == 128 : three && tokens == 128);
+  }
+  if (small_groups)
+    return two ? tokens == 32 || tokens == 64 : three && (tokens == 72 || tokens == 96 || tokens == 128);
+  return two ? tokens == 32 || tokens == 48 || tokens == 64 || tokens == 96 || tokens == 128
+             : three && (tokens == 72 || tokens == 96 || tokens == 128 || tokens == 152 || tokens == 176);
 }
 // How many they are, of so many places: no more than one for a stage. There must be no fewer than tiles, so that none
 // has more of them than two, and finishes no more than one.
@@ -102,9 +109,9 @@ struct Costs {
   int alone_ctas;  // of a cluster at most where two CTAs do not share a multiprocessor
   int one_pass;    // tokens below which a shape is for no more tokens than it has
   float team;      // what two teams take to meet; 0: there are none
-  // What CTAs take to meet that share stages evenly, and what each token of each part of a tile adds. Stages of eight
-  // bits take so many times as long, as CTAs are not in pairs. Products of more than `even_tiles` tiles of tokens gain
-  // nothing: their CTAs read other weights and activations at a time.
+  // What CTAs take that share stages evenly, for each tile of tokens, and for each token of each part of a tile. Stages
+  // of eight bits take so many times as long, as CTAs are not in pairs. Products of more than `even_tiles` tiles of
+  // tokens gain nothing: their CTAs read other weights and activations at a time.
   float even, even_token, even_eight_bits;
   int even_tiles;
 };

@@ -12,7 +12,7 @@ namespace {
 template <int kBits, int kFlushes, Kind kKind>
 cudaError_t launch_split(const SplitParams& params, const Config& config, cudaStream_t stream) {
   const auto launch = [&](auto tokens) {
-    if constexpr (shares_evenly(tokens.value, 2)) {
+    if constexpr (shares_evenly(tokens.value, 2, kBits, kFlushes > 1, false, kKind == Kind::kTable, true)) {
       using S = Shape<SplitRows, __half, kBits, tokens.value, 2, kFlushes, kKind, true>;
       if (config.cluster == kEvenly) return launch_shape(kKernel<S>, params, config, stream);
     }

@@ -178,7 +178,7 @@ void products() {
     run(DType::kBF16, 4, 40 + 7 * scheme, 4096, 8712 - 8 * scheme, 128 >> scheme % 2, scheme);  // even shares
     run(DType::kBF16, 4, 20 + scheme, 3072, 20000 + 8 * scheme, 64 << scheme % 2, scheme);      // by two CTAs each
     run(DType::kF16, 4, 185 + 15 * scheme, 7168, 6600, 128, scheme % 2);                        // and 192 outputs
-    run(DType::kF32, 4 + scheme / 2 * 4, 33 + 9 * scheme, 2048, 10232, scheme == 1 ? 64 : 128, scheme);  //
+    run(DType::kF32, 4, 33 + 9 * scheme, 2048, 10232, 128, scheme);                             //
     for (const int64_t m : {8, 13, 31, 40, 90, 700}) {  // float32 activations in pieces
       run(DType::kF32, 4, m, 2112, 1100, m % 2 ? 64 : 32, scheme);
       run(DType::kF32, 8 - scheme / 2 * 4, m, 3000 + m % 2 * 72, 2060, m % 2 ? 256 : 0, scheme);

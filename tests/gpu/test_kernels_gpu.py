@@ -263,7 +263,7 @@ def test_teams(rng, m, k, n, bits, mode, x_dtype, cluster):
         (20, 2048, 20232, 4, 128, "float_zeros", "float32"),
         (40, 8192, 10240, 4, 64, "table", "bfloat16"),
         (60, 8192, 10240, 4, 128, "symmetric", "float32"),
-        (33, 8192, 10232, 8, 128, "offsets", "float32"),
+        (33, 8192, 10232, 4, 128, "offsets", "float32"),
         (30, 8192, 10240, 4, 64, "table", "float32"),
         (62, 8256, 10112, 4, None, "symmetric", "float32"),
     ],
