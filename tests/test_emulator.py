@@ -321,8 +321,9 @@ def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
         while found < 3:
             m, k, n = int(rng.integers(17, 150)), 128 * int(rng.integers(5, 24)), int(rng.integers(100, 1200))
             scheme = {"bits": int(rng.choice([4, 8])), "group_size": int(rng.choice([32, 64, 128]))}
-            mode, x_dtype = str(rng.choice(MODES)), str(rng.choice(["bfloat16", "float16"]))
+            mode, x_dtype = str(rng.choice((*MODES, "table"))), ("bfloat16", "float16", "float32")[found]
             n = n // 8 * 8 if found else n
+            scheme |= {"bits": 4} if mode == "table" else {}
             if chosen_cluster(m, k, n, mode, x_dtype, **scheme) != _cuda_costs.EVENLY:
                 continue
             found += 1
@@ -339,8 +340,9 @@ def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
 def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:
     """CTAs of ``matmul_warpgroup`` that share a tile's inputs, where that kernel alone is chosen."""
     dtype = jnp.dtype(x_dtype)
-    shift = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8)}.get(mode, dtype)
-    row_mode = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS}.get(mode, ShiftMode.ZEROS)
+    shift = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8), "table": jnp.dtype(jnp.float32)}.get(mode, dtype)
+    row_modes = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS, "table": ShiftMode.TABLE}
+    row_mode = row_modes.get(mode, ShiftMode.ZEROS)
     product = _cuda_dispatch.Product(m, k, n, 1, bits, dtype, dtype, row_mode, shift, k // group_size)
     if _cuda_dispatch.kernel(product) != "matmul_warpgroup":
         return None
