@@ -131,7 +131,7 @@ struct SplitRows : Rows {
 };
 
 // kEven: CTAs share the stages of all tiles out evenly. What is not the beginning of a tile is handed over to the CTA
-// that has that. A kernel for both would be up to 4% slower (docs/performance.md, log 162).
+// that has that. A kernel for both ways would be 2 to 8% slower (docs/performance.md, log 162).
 template <typename Source_, typename X_, int kBits_, int kTokens_, int kWarpgroups_, int kFlushes_, Kind kKind,
           bool kEven_ = false>
 struct Shape {
