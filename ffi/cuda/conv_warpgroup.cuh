@@ -106,7 +106,6 @@ cudaError_t launch_bits(const ConvArgs& conv, const warpgroup::Config& config, c
   const int tap_halves = static_cast<int>(args.k / 64);
   Pixels::Params params{};
   params.args = args;
-  params.cluster = config.cluster;
   params.halves = g.height.window * g.width.window * tap_halves;
   params.strip_words = tap_halves * (64 / tile_k(kBits)) * kTileWords;
   params.tap_words = ceil_div(args.n, kTileN) * params.strip_words;

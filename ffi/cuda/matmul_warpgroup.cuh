@@ -1496,15 +1496,13 @@ cudaError_t launch_stages(const Kernel<Source>& kernel, typename Source::Params 
   const int64_t tiles = ceil_div(config.part.count(args.n), kernel.outputs) * token_tiles;
   int64_t ctas = tiles;
   int cluster = config.cluster, teams = config.teams, shares = cluster * teams;  // of a tile's stages
-  params.tile_stages = Divisor(stages);
   if (kernel.evenly != (config.cluster == kEvenly)) return cudaErrorInvalidConfiguration;
   if (kernel.evenly) {
     const int places = config.multiprocessors * teams;
     ctas = even_ctas(tiles, stages, places);
     const int64_t at = even_at(args.scratch_bytes, places, kernel.tokens, kernel.outputs / kTileN);
-    if (teams > kernel.ctas || ctas < tiles || args.batch > 1 || at < 0) {
-      return cudaErrorInvalidConfiguration;
-    }
+    if (teams > kernel.ctas || ctas < tiles || args.batch > 1 || at < 0) return cudaErrorInvalidConfiguration;
+    params.tile_stages = Divisor(stages);
     cluster = teams = 1, shares = static_cast<int>(ctas), stages *= static_cast<int>(tiles);
     params.partial = reinterpret_cast<float4*>(static_cast<uint8_t*>(args.scratch) + at);
     params.arrived = reinterpret_cast<uint64_t*>(params.partial + ctas * (kernel.tokens * kernel.outputs / 4));
@@ -1679,7 +1677,6 @@ template <typename X>
 cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
   Params params{};
   params.args = args;
-  params.cluster = config.cluster;
   params.first_output = config.part.first;
   params.log2_group_blocks = log2_group_blocks(args);
   const int log2 = params.log2_group_blocks;

@@ -56,7 +56,6 @@ cudaError_t launch_bits(const SplitParams& params, const Config& config, cudaStr
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
   SplitParams params{};
   params.args = args;
-  params.cluster = config.cluster;
   params.log2_group_blocks = log2_group_blocks(args);
   params.sum_count = static_cast<int>(sum_count(args));
   MatmulArgs others = args;  // than the sums of CTAs that share stages evenly, of all rows at once
