@@ -55,7 +55,8 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
     ends = {32: 4, 64: 2}.get(sweep["group_size"], 1)
     zeros, floats = mode in ("integer_zeros", "float_zeros"), mode in ("float_zeros", "offsets")
     split = sweep.get("dtype") == "f32"
-    scheme = costs.Scheme(bits, ends, zeros, floats, not split, split, sweep.get("dtype") == "f16")
+    table = mode == "table"
+    scheme = costs.Scheme(bits, ends, zeros, floats, not split, split, sweep.get("dtype") == "f16", table)
 
     def of(file: dict) -> Iterator[tuple[tuple, float]]:
         if "mma" in file:
@@ -72,15 +73,14 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
                 for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
                     yield ("resident", *config), us
             return
-        table = mode == "table"
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
         for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, scheme, MULTIPROCESSORS, tiles):
             yield ("tiled", tokens, splits), us
+        resident = costs.resident_of(file, "resident")
+        if bits == 4 and scheme.alike and m <= resident.tokens // (1 + scheme.floats):
+            for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, resident):
+                yield ("resident", *config), us
         if not table:
-            resident = costs.resident_of(file, "resident")
-            if bits == 4 and scheme.alike and m <= resident.tokens // (1 + scheme.floats):
-                for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, resident):
-                    yield ("resident", *config), us
             numbers = costs.warpgroups_of(file["warpgroup"])
             for (*config, teams), us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
                 yield ("warpgroup", *config, *[teams] * (teams > 1)), us

@@ -178,9 +178,11 @@ class Decode(NamedTuple):
 class Ragged(NamedTuple):
     """Products with experts: where kernels take turns, by rows of all experts, or of one were they spread evenly."""
 
-    # ragged_resident: up to one row for each expert, or so many in all, if those are no more for each.
+    # ragged_resident: up to one row for each expert, or so many in all, if those are no more for each; so many float32
+    # ones for each.
     resident_rows: int
     resident_rows_of_expert: int
+    resident_float32_rows_of_expert: int
     # matmul_decode: up to so many rows in all, or one for so many experts, from so many inputs on; one for more experts
     # with fewer.
     decode_rows: int
@@ -229,6 +231,9 @@ class Resident(NamedTuple):
     adding: float
     wide: float
     rows: float
+    filling: float
+    table: float
+    wide_table: float
     clusters: tuple[Cluster, ...]
 
 
@@ -292,6 +297,7 @@ BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
 MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream; products of no more have no scratch
+PAIR_TABLE_BYTES = 1 << 16  # of the pairs of a table in shared memory (pair_table.cuh), as few rows have it
 SHARED_BYTES = 227 << 10  # of a CTA on an H100
 TEAM_TOKENS = 64  # of a tile of matmul_warpgroup whose inputs two clusters may share, at least
 
@@ -486,7 +492,8 @@ def _resident_bytes(m: int, stages: int, passes: int, cluster: int, scheme: Sche
     if scheme.split:
         activations += (columns - 2 * m) * 128 + stages * columns * 2
     of_pass = max(4, cluster) * 4 * tokens * 64
-    return 1024 + (max(activations, of_pass) if passes == 1 else activations + of_pass)
+    table = PAIR_TABLE_BYTES if scheme.table else 0
+    return 1024 + table + (max(activations, of_pass) if passes == 1 else activations + of_pass)
 
 
 def resident_times(
@@ -498,7 +505,8 @@ def resident_times(
         costs.stages
         + costs.groups * (scheme.ends > 1)
         + costs.sums * scheme.floats
-        + costs.wide * (m > (4 if scheme.split else 8))
+        + costs.table * scheme.table
+        + (costs.wide + costs.wide_table * scheme.table) * (m > (4 if scheme.split else 8))
     )
     for cluster in costs.clusters:
         parts = min(atoms, int(multiprocessors * cluster.share) // cluster.ctas // batch)
@@ -509,7 +517,7 @@ def resident_times(
         passes = _ceil(part_atoms, 4)
         if _resident_bytes(m, stages, passes, cluster.ctas, scheme) > SHARED_BYTES:
             continue
-        us = costs.start + costs.adding * scheme.floats + cluster.start
+        us = costs.start + costs.adding * scheme.floats + costs.filling * scheme.table + cluster.start
         us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
         us += costs.rows * m * each
         yield (cluster.ctas, parts), us + costs.words * part_atoms * stages / 16

@@ -325,12 +325,12 @@ def decode_kernel(p: Product) -> bool:
 
 def _resident_kernel(p: Product) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
-    tokens = _RESIDENT.tokens // (1 + (p.split or p.floats))
-    if not has_warpgroups() or p.bits != 4 or p.k % 64 or not 0 < p.m <= tokens or p.table:
+    tokens = _RESIDENT.tokens // (1 + (p.split or p.shifted))
+    if not has_warpgroups() or p.bits != 4 or p.k % 64 or not 0 < p.m <= tokens:
         return False
     if not p.split and p.scale_dtype == p.x_dtype:
-        return not p.floats or p.shift_dtype == p.x_dtype
-    return not p.floats and p.n * jnp.dtype(p.scale_dtype).itemsize % 4 == 0
+        return not p.shifted or p.shift_dtype == p.x_dtype
+    return not p.shifted and p.n * jnp.dtype(p.scale_dtype).itemsize % 4 == 0
 
 
 def warpgroup_kernel(p: Product) -> bool:
@@ -537,7 +537,7 @@ def kernel(p: Product) -> str:
     if by_warpgroups and not streamed:
         other = _warpgroup(p)
         if (p.split or p.table) and not _aligns(p) and p.m <= STREAM_TOKENS and _stream(p) <= other:
-            return "matmul_stream"
+            by_warpgroups, other = False, _stream(p)
     elif not streamed:
         other = _stream(p)
     if resident and _resident(p) < other:

@@ -172,18 +172,22 @@ def _plan_bytes(experts: int) -> int:
 
 def _resident(p: Product, ids: bool) -> bool:
     """As ``launch_resident`` in ``ffi/cuda/ragged_matmul.cu``."""
-    most = max(min(_RAGGED.resident_rows, _RAGGED.resident_rows_of_expert * p.batch), p.batch)
-    shifts = p.shift_mode == ShiftMode.NONE or (not p.table and p.shift_dtype in (jnp.uint8, p.x_dtype))
-    if p.m > most or p.split or p.bits != 4 or p.k % 64 or p.n % 8 or p.scale_dtype != p.x_dtype or not shifts:
+    few = min(_RAGGED.resident_rows, _RAGGED.resident_rows_of_expert * p.batch)
+    most = max(few, (_RAGGED.resident_float32_rows_of_expert if p.split else 1) * p.batch)
+    if p.m > most or p.bits != 4 or p.k % 64 or p.n % 8:
         return False
     if p.n > _MOST_OUTPUTS or p.n * p.k > _MOST_WEIGHTS:
         return False
     # With tiles of one row there is room if there is with any.
     masked = ids and _OWN_IDS < p.m <= _MASKED_IDS and p.batch <= _OWN_EXPERTS
     finding = 16 * (p.batch + 1) + 512 if masked else _plan_bytes(p.batch)
+    factors = -(-p.k // 128) * 4 if p.split else 0
     all_strips, parts = -(-p.n // 32), max(_cuda_dispatch.multiprocessors() // max(p.m, 1), 1)
     strips = -(-all_strips // parts)
-    return 16 + (2 * p.k + 16) + finding + 256 * strips <= _cuda_costs.SHARED_BYTES
+    before = 16 + p.k * jnp.dtype(p.x_dtype).itemsize + 16 + -(-factors // 16) * 16
+    if p.table:
+        before = -(-before // 128) * 128 + _cuda_costs.PAIR_TABLE_BYTES
+    return before + finding + 256 * strips <= _cuda_costs.SHARED_BYTES
 
 
 def _decode(p: Product, ids: bool) -> bool:

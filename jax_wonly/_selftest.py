@@ -364,7 +364,8 @@ def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
     schemes = list(itertools.islice(_schemes(platform), 0, None, 4))
     if _knows_tables(platform, transpose):
         schemes.append((4, "table", "float16", 64))
-    schemes += [(4, "integer_zeros", "bfloat16", 64), (4, "offsets", "float16", 128), (4, "offsets", "float32", 64)]
+    schemes += [(4, "integer_zeros", "bfloat16", 64), (4, "offsets", "float16", 128)]
+    schemes += [(bits, "offsets", "float32", 64) for bits in (4, 8)]
     if _knows_tables(platform, transpose):
         schemes.append((4, "table", "float32", 64))
     for i, (bits, mode, dtype, size) in enumerate(schemes):
@@ -372,7 +373,7 @@ def _ragged(rng, platform: str, transpose: bool) -> Iterator[Case]:
             continue
         # With a few, tens and hundreds of rows for each expert, of 16 bits, different kernels start.
         rows = 23 if platform == "cpu" or dtype == "float32" else (300, 150, 600, 13)[i % 4]
-        if dtype == "float32" and mode == "offsets":  # so few are streamed
+        if dtype == "float32" and mode == "offsets":  # so few of eight bits are streamed
             rows = 6
         group = size or k
         weight = _Weight(rng, k, n, bits=bits, group_size=group, mode=mode, scale_dtype=dtype, lead=(experts,))

@@ -213,6 +213,11 @@ def test_experts_on_cuda(monkeypatch):
     # Few rows: of few experts, of many, and of those that leave no room in shared memory.
     assert kernels(1, 32, 33) == kernels(8, 128, 129, e=128) == [few, few, flat]
     assert kernels(3, 12, 13, e=3, mode="offsets") == [few, few, flat]
+    assert kernels(128, 129, e=128, scale_dtype=jnp.float32) == [few, flat]
+    for options in ({}, {"mode": "nf4"}):
+        assert kernels(32, 33, dtype=jnp.float32, **options) == [few, flat]
+        assert kernels(256, 257, e=128, dtype=jnp.float32, **options) == [few, flat]
+    assert kernels(1, 32, 39, mode="nf4") == [few, few, stream]
     assert kernels(128, e=128, n=28672) == kernels(8, k=1000, group_size=None) == [flat]
     assert kernels(8, k=1024, n=1001) == kernels(8, k=1001, group_size=None) == [stream]
     # Eight bits.
@@ -221,9 +226,9 @@ def test_experts_on_cuda(monkeypatch):
     assert kernels(64, 65, 127, 128, e=128, bits=8, experts=ids) == [decode, stream, stream, flat]
     assert kernels(8, 9, e=128, k=512, bits=8) == [decode, stream]
     # Few rows of an expert, many, and more.
-    wide = {"scale_dtype": jnp.float32}
-    assert kernels(63, 64, e=128, experts=sizes, **wide) == kernels(63, 64, group_size=32, **wide) == [stream, flat]
-    assert kernels(127, 128, e=128, experts=ids, **wide) == [stream, flat]
+    wide, part = {"scale_dtype": jnp.float32}, {"k": 1000, "group_size": None}  # of a tile
+    assert kernels(63, 64, e=128, experts=sizes, **part) == kernels(63, 64, group_size=32, **wide) == [stream, flat]
+    assert kernels(127, 128, e=128, experts=ids, **part) == [stream, flat]
     assert kernels(8 * 128, 8 * 128 + 1) == kernels(8 * 64, 8 * 64 + 1, **wide) == [flat, tall]
     offsets = {"mode": "offsets"}
     for options in ({"n": 272}, {"n": 272} | offsets, {"n": 272, "group_size": 64}):
@@ -231,17 +236,17 @@ def test_experts_on_cuda(monkeypatch):
     for options in ({"group_size": 64}, {"group_size": 32} | offsets):
         assert kernels(8 * 128, 8 * 128 + 1, **options) == [flat, tall]
     assert kernels(8 * 8 - 1, 8 * 8, n=1001) == [stream, tall]
-    for k, least in ((4096, 5), (2048, 3), (768, 1)):
+    for k, least in ((4128, 5), (2080, 3), (736, 1)):
         rows = (8 * least - 1, 8 * least, 8 * 52, 8 * 52 + 1)
-        assert kernels(*rows, k=k, mode="nf4") == [stream, flat, flat, tall]
-    assert kernels(1, 4096, mode="nf4") == [stream, tall]
-    assert kernels(7, 8, 4096, mode="nf4", dtype=jnp.float32) == [stream, flat, flat]
+        assert kernels(*rows, k=k, mode="nf4", group_size=32) == [stream, flat, flat, tall]
+    assert kernels(1, 4096, mode="nf4", **part) == [stream, tall]
+    assert kernels(7, 8, 4096, mode="nf4", dtype=jnp.float32, **part) == [stream, flat, flat]
     assert kernels(8, 8 * 40, dtype=jnp.float16, n=1001) == [stream, tall]  # scales of another type
-    assert kernels(7, 8, 8 * 400, dtype=jnp.float32) == [stream, flat, flat]
+    assert kernels(7, 8, 8 * 400, dtype=jnp.float32, **part) == [stream, flat, flat]
     assert kernels(8, 8 * 40, dtype=jnp.float32, n=1001) == [stream, stream]
     for options in ({"mode": "offsets"}, {"mode": "float_zeros"}):
-        assert kernels(31, 32, dtype=jnp.float32, **options) == [stream, flat]
-        assert kernels(15, 16, dtype=jnp.float32, group_size=64, **options) == [stream, flat]
+        assert kernels(31, 32, dtype=jnp.float32, **part, **options) == [stream, flat]
+        assert kernels(15, 16, dtype=jnp.float32, k=1056, group_size=32, **options) == [stream, flat]
     # Rounded weights: groups of 32 and 64 in high tiles, numbers that are no integers, and hundreds of rows.
     assert [found(m).rounds_weights for m in (8, 1024, 1025)] == [False, False, True]
     assert [found(8 * m, group_size=64).rounds_weights for m in (40, 41)] == [False, True]

@@ -195,7 +195,10 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
   if (aligns) {
     us += costs::kAlignedRowsStart + static_cast<float>(aligned_rows::bytes(args)) / costs::kAlignedRowsBytes;
   }
-  if ((splits || table) && !aligns && args.m <= kStreamPass && us >= stream_us(args, device)) by_warpgroups = false;
+  if ((splits || table) && !aligns && args.m <= kStreamPass && us >= stream_us(args, device)) {
+    by_warpgroups = false;
+    us = stream_us(args, device);
+  }
   if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
     resident::Config config{};
     const float resident_us = resident::choose(args, device.multiprocessors, shared_share(device, 1), &config);

@@ -28,7 +28,8 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const bool split = args.x_dtype == DType::kF32;
   const int columns = args.m > 4 ? 16 : 8, rows = split ? 2 * m : tokens;
   const int stage_bytes = rows * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
-  layout.sums_at = kBarrierBytes + (layout.pieces << layout.log2_piece) * stage_bytes;
+  layout.x_at = kBarrierBytes + (args.shift_mode == ShiftMode::kTable ? kTableBytes : 0);
+  layout.sums_at = layout.x_at + (layout.pieces << layout.log2_piece) * stage_bytes;
   if (split) layout.sums_at += (columns - rows) * kRowBytes;
   layout.strips_at = layout.sums_at;
   if (has_float_shift(args)) layout.strips_at += layout.stages_each * kSumBytes;
@@ -38,9 +39,9 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), kPassAtoms));
   layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
   layout.bytes = layout.strips_at + layout.passes * pass_bytes;
-  if (layout.passes == 0 && passes == 1 && std::max(layout.strips_at, kBarrierBytes + pass_bytes) <= shared_bytes) {
-    layout.bytes = std::max(layout.strips_at, kBarrierBytes + pass_bytes);
-    layout.strips_at = kBarrierBytes;
+  if (layout.passes == 0 && passes == 1 && std::max(layout.strips_at, layout.x_at + pass_bytes) <= shared_bytes) {
+    layout.bytes = std::max(layout.strips_at, layout.x_at + pass_bytes);
+    layout.strips_at = layout.x_at;
     layout.passes = 1;
     layout.over_activations = true;
   }
@@ -51,7 +52,6 @@ bool supports(const MatmulArgs& args) {
   const bool split = args.x_dtype == DType::kF32;
   const int tokens = split || has_float_shift(args) ? 8 : kMaxTokens;
   if (args.bits != 4 || args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
-  if (args.shift_mode == ShiftMode::kTable) return false;
   if (!split && args.scale_dtype == args.x_dtype) return !has_float_shift(args) || args.shift_dtype == args.x_dtype;
   return !has_float_shift(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
 }
@@ -63,8 +63,10 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
   const bool small_groups = has_small_groups(args), sums = has_float_shift(args);
   float stage = costs.stages;
   if (small_groups) stage += costs.groups;
+  const bool table = args.shift_mode == ShiftMode::kTable;
   if (sums) stage += costs.sums;
-  if (args.m > (split ? 4 : 8)) stage += costs.wide;
+  if (table) stage += costs.table;
+  if (args.m > (split ? 4 : 8)) stage += costs.wide + (table ? costs.wide_table : 0.f);
   float least = 0.f;
   for (const warpgroup::ClusterCost& cluster : costs::kResidentClusters) {
     const int64_t clusters = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share) / cluster.ctas;
@@ -74,7 +76,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
     if (layout(args, candidate, shared_bytes).passes == 0) continue;
     const int64_t part_atoms = ceil_div(atoms, parts), passes = ceil_div(part_atoms, kPassAtoms);
     const int64_t each = ceil_div(stages, kWarpgroups);
-    const float us = costs.start + (sums ? costs.adding : 0.f) + cluster.start +
+    const float us = costs.start + (sums ? costs.adding : 0.f) + (table ? costs.filling : 0.f) + cluster.start +
                      costs.passes * static_cast<float>(passes) +
                      costs.turns * static_cast<float>(passes * ceil_div(each, 2 * kAhead)) +
                      stage * static_cast<float>(passes * each) + costs.rows * static_cast<float>(args.m * each) +

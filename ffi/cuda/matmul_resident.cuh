@@ -9,7 +9,8 @@
 // (code - zero) * 2^-13 exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of
 // groups of 32 each lane of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply
 // the sums of the activations of 32 inputs, which are made before the first products: one more product of tf32 numbers,
-// two of which are what multiplies them and two a sum, exactly but for the last bit.
+// two of which are what multiplies them and two a sum, exactly but for the last bit. Codes that index a table are
+// looked up in pairs, in shared memory (pair_table.cuh).
 //
 // float32 activations, up to eight tokens, are two fp16 numbers each, in units of the power of two of the largest one
 // of a token and stage, and so two columns of the same products. The tensor copy engine brings them as they are; four
@@ -34,8 +35,10 @@
 #include "cuda/launch.h"
 #include "cuda/matmul_resident.h"
 #include "cuda/matmul_warpgroup.cuh"
+#include "cuda/pair_table.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
+#include "cuda/split_row.cuh"
 #include "cuda/tensor_map.h"
 #include "layout.h"
 
@@ -43,13 +46,17 @@ namespace wonly::resident {
 
 using warpgroup::Convert;
 using warpgroup::convert_half;
+using warpgroup::look_up_half;
 
-constexpr int kReceivedAt = 512;             // in the kilobyte of barriers: that of the cluster's sums
-constexpr int kCopiedAt = 256;               // and those of pieces of float32 activations before they are split
+constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
+constexpr int kCopiedAt = 256;    // and those of pieces of float32 activations before they are split
+constexpr int kUndoAt = 768;      // behind them what undoes a table's power of two
+static_assert(kTableBytes == kTablePairs * kWideRowBytes);
 constexpr int kThreads = kWarpgroups * 128;  // that multiply
 constexpr int kSplitWarps = kWarpgroups;     // that split float32 activations, each for the stages of one warpgroup
 constexpr int kSplitRows = 4;                // tokens of a stage at once
 constexpr int kUnscalePower = 13;            // Convert::kUnscale is this power of two
+constexpr int kTable = -1;                   // in place of a shift's size
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
 constexpr int kStepTiles = kWarpgroups * kTiles;      // from a stage of a warpgroup to its next
@@ -83,7 +90,8 @@ struct Params {
 };
 
 // kGroups: scales of a stage, at least as many as it has groups. kShiftSize: bytes of a zero or offset, 0 without;
-// zeros of one byte are taken off the codes, while two bytes multiply the sums of activations. kAnyScales: scales are
+// zeros of one byte are taken off the codes, while two bytes multiply the sums of activations. kTable: codes index one
+// instead, whose entries are rounded to 16-bit activations' type, or two fp16 numbers each. kAnyScales: scales are
 // of any type, not of 16-bit activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
 template <typename Input, int kColumns_, int kGroups_, int kShiftSize_, bool kAnyScales_>
 struct Shape {
@@ -92,7 +100,8 @@ struct Shape {
   static constexpr int kColumns = kColumns_, kGroups = kGroups_, kShiftSize = kShiftSize_;
   static constexpr int kTokens = kSplit ? 8 : kColumns;
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
-  static constexpr bool kSums = kShiftSize == 2;
+  static constexpr bool kSums = kShiftSize == 2, kTabled = kShiftSize == kTable;
+  static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
   // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
   // 8 what asks for pieces later takes as long as it saves.
   static constexpr bool kLater = kColumns >= 16;
@@ -129,33 +138,22 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Div
     factor_of[i] = (step * kWarpgroups + warpgroup) * S::kFactors + token;
     values[i] = *reinterpret_cast<const uint4*>(x + row_of[i] * 128 + lane % 16 * 16);
   }
-  const auto magnitude = [](uint32_t bits) { return fabsf(__uint_as_float(bits)); };
 #pragma unroll
-  for (int i = 0; i < kSplitRows; ++i) {
-    const float of_lane = ptx::largest_of(ptx::largest_of(magnitude(values[i].x), magnitude(values[i].y)),
-                                          ptx::largest_of(magnitude(values[i].z), magnitude(values[i].w)));
-    largest[i] = __reduce_max_sync(0xffffffffu, __float_as_uint(of_lane));
-  }
+  for (int i = 0; i < kSplitRows; ++i) largest[i] = largest_of_warp(values[i]);
   __syncwarp();  // all have read
   const uint32_t to_x = ptx::shared_address(x) + lane % 2 * 8, to_factors = ptx::shared_address(factors);
 #pragma unroll
   for (int i = 0; i < kSplitRows; ++i) {
     const bool wanted = first + i < end;
     const uint32_t power = split_power(largest[i]);
-    const float up = split_factor(power);
-    const auto split = [&](uint32_t a, uint32_t b, uint32_t& first, uint32_t& second) {
-      const float2 left = beyond_fp16({__uint_as_float(a) * up, __uint_as_float(b) * up}, &first);
-      second = from_float2<__half>(left.x, left.y);
-    };
     uint2 first_numbers, second_numbers;
-    split(values[i].x, values[i].y, first_numbers.x, second_numbers.x);
-    split(values[i].z, values[i].w, first_numbers.y, second_numbers.y);
+    split_four(values[i], split_factor(power), &first_numbers, &second_numbers);
     const uint32_t unit = (row_of[i] ^ lane % 16 / 2) & 7;  // of 16 bytes
     const uint32_t to = to_x + row_of[i] * 128 + unit * 16;
     ptx::store_shared(to, first_numbers, wanted);
     ptx::store_shared((to ^ 16) + 128, second_numbers, wanted);
-    const uint32_t down = largest[i] >= 0x7f800000u ? 0x7fffffffu : power + (kUnscalePower << 23) - (kSplitTop << 23);
-    ptx::store_shared(to_factors + factor_of[i] * 4, down, wanted && lane == 0);
+    const uint32_t undo = split_undo(largest[i], power, S::kTabled ? 0 : kUnscalePower);
+    ptx::store_shared(to_factors + factor_of[i] * 4, undo, wanted && lane == 0);
   }
 }
 
@@ -198,7 +196,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
-  uint8_t* const x = shared + kBarrierBytes;
+  uint8_t* const x = shared + params.layout.x_at;
   const MatmulArgs& args = params.args;
   const Layout& layout = params.layout;
   const int lane = threadIdx.x % 32;
@@ -338,6 +336,14 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   };
   fetch_blocks(std::true_type{}, 0, 0);
 
+  float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt);
+  if (S::kTabled && thread < kTablePairs) {
+    const float* const numbers = static_cast<const float*>(args.shift) + batch * args.shift_batch_stride;
+    const float undo = prepare_table<X, S::kPieces, kSplitTop, kWideRowBytes>(numbers, shared + kBarrierBytes,
+                                                                              static_cast<int>(thread));
+    if (thread == 0) *undo_table = undo;
+  }
+
   // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
   // there is room for sums.
   const int round_atoms = min(atoms, layout.passes * kPassAtoms);
@@ -393,6 +399,8 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   }
   const uint32_t stage_step = kStepTiles * rows * 128;
   const uint32_t of_factors = ptx::shared_address(sums + (warpgroup * S::kFactors + t) * 4);
+  const uint32_t table = ptx::shared_address(shared + kBarrierBytes);
+  const float unscale = S::kTabled ? *undo_table : S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
   const int most_mine = (round_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
   uint8_t* const strips = shared + layout.strips_at;
 #pragma unroll 1
@@ -458,9 +466,13 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
                                                    : 0;
               minus_zero[1] = S::kShiftSize == 1 ? ptx::high_twice(pair) : minus_zero[0];
               const uint4& w = stage_words[block / 2];
-              uint32_t codes[2][4];
-              convert_half<X, kBits>(block % 2 == 0 ? w.x : w.z, block % 2 == 0 ? w.y : w.w, minus_zero[0],
-                                     minus_zero[1], codes);
+              uint32_t codes[2][4], second_numbers[2][4];
+              const uint32_t low = block % 2 == 0 ? w.x : w.z, high = block % 2 == 0 ? w.y : w.w;
+              if constexpr (S::kTabled) {
+                look_up_half<S::kPieces, kWideRowBytes>(low, high, table, lane, codes, second_numbers);
+              } else {
+                convert_half<X, kBits>(low, high, minus_zero[0], minus_zero[1], codes);
+              }
 #pragma unroll
               for (int eight = 0; eight < kColumns / 8; ++eight) {
                 uint32_t inputs[4];
@@ -469,6 +481,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {
                   ptx::mma<C::kBf16>(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
+                  if constexpr (S::kTabled && S::kPieces > 1) {
+                    ptx::mma<C::kBf16>(to, second_numbers[step], inputs[2 * step], inputs[2 * step + 1]);
+                  }
                 }
               }
             }
@@ -537,7 +552,6 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
       for (int block = 0; block < kTokens / 8; ++block) {
         const float* const of_block = acc + 4 * block;
-        const float unscale = S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
         const float4 sums_of = {of_block[0] * unscale, of_block[1] * unscale, of_block[2] * unscale,
                                 of_block[3] * unscale};
         uint8_t* const to = strips + at_strip * S::kStripBytes + (block * 32 + lane) * 16;
@@ -658,7 +672,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
           float of_one = j < 2 ? j == 0 ? sum[0] : sum[1] : j == 2 ? sum[2] : sum[3];
           // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
           // weight times it is.
-          if (S::kExact && !isfinite(of_one)) of_one = exact_sum(args, batch, token, n, 0, args.k);
+          if (S::kExact && !isfinite(of_one)) of_one = exact_sum<S::kTabled>(args, batch, token, n, 0, args.k);
           finish(args, batch, token, n, of_one, j < 2 ? bias[0] : bias[1]);
         }
       }
@@ -736,7 +750,9 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   constexpr std::integral_constant<int, 1> one;
   constexpr std::integral_constant<int, 2> two;
   constexpr std::integral_constant<int, 4> four;
+  constexpr std::integral_constant<int, kTable> table;
   const int log2 = params.log2_group_blocks;
+  if (args.shift_mode == ShiftMode::kTable) return log2 < 2 ? launch(four, table) : launch(one, table);
   if (args.shift_mode == ShiftMode::kNone) return log2 < 2 ? launch(four, none) : launch(one, none);
   if (kSplit || args.shift_dtype == DType::kU8) return log2 < 2 ? launch(four, one) : launch(one, one);
   if constexpr (!kSplit) return log2 < 1 ? launch(four, two) : launch(two, two);

@@ -8,11 +8,12 @@ namespace wonly::resident {
 
 constexpr int kMaxTokens = 16;  // with float zeros or offsets, or float32 activations, 8
 constexpr int kStageInputs = 128;
-constexpr int kWarpgroups = 4;       // share a CTA's stages
-constexpr int kPassAtoms = 4;        // strips of 16 outputs at a time
-constexpr int kAhead = 2;            // stages that a warp asks for at once; twice as many are a turn of its loop
-constexpr int kBarrierBytes = 1024;  // a barrier for each piece; those are aligned for the swizzle
-constexpr int kSumBytes = 256;       // sums of a stage's activations, two numbers each
+constexpr int kWarpgroups = 4;        // share a CTA's stages
+constexpr int kPassAtoms = 4;         // strips of 16 outputs at a time
+constexpr int kAhead = 2;             // stages that a warp asks for at once; twice as many are a turn of its loop
+constexpr int kBarrierBytes = 1024;   // a barrier for each piece; those are aligned for the swizzle
+constexpr int kSumBytes = 256;        // sums of a stage's activations, two numbers each
+constexpr int kTableBytes = 1 << 16;  // of the pairs of a table (pair_table.cuh)
 
 struct Config {
   int cluster;  // CTAs along the inputs
@@ -24,6 +25,7 @@ struct Layout {
   int atoms_each, atoms_over;  // a part of the outputs has atoms_each strips of 16, the first atoms_over one more
   int stages_each;             // that a CTA of a cluster takes, the last one fewer
   int pieces, log2_piece;      // of the activations; stages of one
+  int x_at;                    // activations
   int sums_at;                 // of the activations of each stage
   int strips_at;               // sums of a strip of outputs, of every warpgroup of every CTA of the cluster
   int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
@@ -34,21 +36,24 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes);
 
 // What a product is expected to take, in microseconds.
 struct Costs {
-  float start;   // until the first product, and from the last to the result
-  float passes;  // one over a CTA's outputs
-  float turns;   // one of a pass
-  float stages;  // one of a warpgroup
-  float words;   // four strips of outputs in a stage of all warpgroups
-  float groups;  // of a stage, more with groups of 32 and 64
-  float sums;    // of a stage, more with float zeros or offsets
-  float adding;  // of the start, for the sums of activations then
-  float wide;    // of a stage, more from nine tokens on, of float32 five
-  float rows;    // a token's float32 activations of a stage of a warpgroup, once
+  float start;       // until the first product, and from the last to the result
+  float passes;      // one over a CTA's outputs
+  float turns;       // one of a pass
+  float stages;      // one of a warpgroup
+  float words;       // four strips of outputs in a stage of all warpgroups
+  float groups;      // of a stage, more with groups of 32 and 64
+  float sums;        // of a stage, more with float zeros or offsets
+  float adding;      // of the start, for the sums of activations then
+  float wide;        // of a stage, more from nine tokens on, of float32 five
+  float rows;        // a token's float32 activations of a stage of a warpgroup, once
+  float filling;     // of the start, for a table
+  float table;       // of a stage, more with one
+  float wide_table;  // and where `wide` counts
 };
 
 // Whether this kernel computes `args`: int4, K a multiple of 64, uint8 zeros or none, and scales of any type, in rows
 // of whole pieces of four bytes where that is not the activations' own of 16 bits; with such scales also zeros or
-// offsets of that type; sm_90 only.
+// offsets of that type; or a table. sm_90 only.
 bool supports(const MatmulArgs& args);
 
 // Sets the fastest configuration, and returns the microseconds that it is expected to take; 0 where there is none.

@@ -128,11 +128,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         reinterpret_cast<float*>(shared + S::kSourceAt) - (warpgroup + 1) * S::kTokens;
     [[maybe_unused]] float undo_scale = 1.f;
     [[maybe_unused]] float undo_table = 1.f;
-    [[maybe_unused]] const uint8_t* table = nullptr;
+    [[maybe_unused]] uint32_t table = 0;  // a shared address
     if constexpr (S::kFloat32) {
       if constexpr (S::kTable) {
         static_assert(S::kConsumers * 128 == kTablePairs);
-        table = shared + S::kTableAt;
+        table = ptx::shared_address(shared + S::kTableAt);
         undo_table = prepare_table<X, 2, kTableTop>(static_cast<const float*>(args.shift), shared + S::kTableAt,
                                                     static_cast<int>(threadIdx.x));
         ptx::named_sync<kConsumersBarrier, S::kConsumers * 128>();

@@ -289,13 +289,13 @@ __device__ __forceinline__ void convert_half(uint32_t low, uint32_t high, uint32
   }
 }
 // The same of numbers that pairs of codes look up, and, of two pieces, of the second ones.
-template <int kPieces>
-__device__ __forceinline__ void look_up_half(uint32_t low, uint32_t high, const uint8_t* table, uint32_t lane,
+template <int kPieces, int kRowBytes = pair_row_bytes(kPieces)>
+__device__ __forceinline__ void look_up_half(uint32_t low, uint32_t high, uint32_t table, uint32_t lane,
                                              uint32_t (*first)[4], uint32_t (*second)[4]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint32_t numbers[2][4];
-    look_up_pairs<kPieces>(i == 0 ? low : high, table, lane, numbers[0], numbers[1]);
+    look_up_pairs<kPieces, kRowBytes>(i == 0 ? low : high, table, lane, numbers[0], numbers[1]);
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       first[pair / 2][pair % 2 * 2 + i] = numbers[0][pair];
@@ -975,6 +975,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       return type == DType::kF16 ? __half2float(__ushort_as_half(static_cast<uint16_t>(bits))) : single;
     };
     uint8_t* const table = ring + S::kStages * S::kStageBytes;
+    const uint32_t of_table = ptx::shared_address(table);
     float unscale = C::kUnscale;  // of sums of a group
     if constexpr (S::kTable) {
       static_assert(S::kWarpgroups * 128 == kTablePairs);
@@ -1089,8 +1090,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         for (int step = 0; step < S::kUnitSteps; step += 2) {
           const uint4& both = words[kShared ? 0 : step / kVectorSteps];
           const bool second = (unit * S::kUnitSteps + step) / 2 % 2 == 1;
-          look_up_half<S::Source::kPieces>(second ? both.z : both.x, second ? both.w : both.y, table, lane, to + step,
-                                           seconds[unit % 2] + step);
+          look_up_half<S::Source::kPieces>(second ? both.z : both.x, second ? both.w : both.y, of_table, lane,
+                                           to + step, seconds[unit % 2] + step);
         }
         return;
       }

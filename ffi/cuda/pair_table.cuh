@@ -1,6 +1,7 @@
 // Tables of float32 numbers that four-bit codes index, in shared memory: of all pairs of two, of which every lane of a
 // warp has its own, so that no bank is asked twice at a time. Numbers are rounded to 16 bits, or are two fp16 numbers
-// each (`kPieces`), in units of a power of two that the largest sets.
+// each (`kPieces`), in units of a power of two that the largest sets. A pair has kRowBytes: what its pieces need, or
+// 256, so that both codes in one byte of a number, above that of a lane, are where its entries are.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -8,32 +9,41 @@
 #include "cuda/element.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/split_row.cuh"
+#include "dequant/convert.h"
 
 namespace wonly {
 
 constexpr int kTablePairs = 256;
-constexpr int pair_table_bytes(int pieces) { return kTablePairs * pieces * 32 * 4; }
+constexpr int kWideRowBytes = 256;
+constexpr int pair_row_bytes(int pieces) { return pieces * 32 * 4; }
+constexpr int pair_table_bytes(int pieces) { return kTablePairs * pair_row_bytes(pieces); }
 
 // The numbers of a word's pairs of codes, pair i that of nibbles i and i + 4; of two pieces also the second ones.
-template <int kPieces>
-__device__ __forceinline__ void look_up_pairs(uint32_t word, const uint8_t* table, uint32_t lane, uint32_t (&first)[4],
+// `table`: a shared address.
+template <int kPieces, int kRowBytes = pair_row_bytes(kPieces)>
+__device__ __forceinline__ void look_up_pairs(uint32_t word, uint32_t table, uint32_t lane, uint32_t (&first)[4],
                                               uint32_t (&second)[4]) {
-  constexpr int kLog2Stride = kPieces == 1 ? 7 : 8;  // of a pair's numbers for all lanes
-  // Both codes of a pair in a byte: of pairs 0 and 2, and of 1 and 3.
-  const uint32_t bytes[2] = {(word & 0x0f0fu) | (word >> 12 & 0xf0f0u), (word >> 4 & 0x0f0fu) | (word >> 16 & 0xf0f0u)};
+  static_assert(kRowBytes == kWideRowBytes || (kPieces == 1 && kRowBytes == kWideRowBytes / 2));
+  // Both codes of a pair in a byte: of pairs 0 and 2, and of 1 and 3. What is above those is of others.
+  const uint32_t bytes[2] = {lop3<convert::kSelect>(0x0f0fu, word, word >> 12),
+                             lop3<convert::kSelect>(0x0f0fu, word >> 4, word >> 16)};
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {
     const uint32_t of_pair = bytes[pair % 2];
-    const uint32_t at = (pair < 2 ? of_pair << kLog2Stride : of_pair >> (8 - kLog2Stride)) & 0xffu << kLog2Stride;
-    const uint32_t* const from = reinterpret_cast<const uint32_t*>(table + (at | lane * 4));
-    first[pair] = from[0];
-    if (kPieces > 1) second[pair] = from[32];
+    uint32_t at;
+    if constexpr (kRowBytes == kWideRowBytes) {
+      at = __byte_perm(of_pair, lane * 4, pair < 2 ? 0x5504 : 0x5514);
+    } else {
+      at = lop3<convert::kAndOr>(pair < 2 ? of_pair << 7 : of_pair >> 1, 0xffu << 7, lane * 4);
+    }
+    first[pair] = ptx::load_shared(table + at);
+    if (kPieces > 1) second[pair] = ptx::load_shared(table + at + 128);
   }
 }
 
 // The table for that, by as many threads as there are pairs. Returns what undoes its power of two; of two pieces the
 // largest number is 2^kTop or more in its units, below 2^(kTop + 1).
-template <typename X, int kPieces, int kTop = kSplitTop>
+template <typename X, int kPieces, int kTop = kSplitTop, int kRowBytes = pair_row_bytes(kPieces)>
 __device__ __forceinline__ float prepare_table(const float* numbers, uint8_t* to, int pair) {
   const float2 both = {__ldg(numbers + pair % 16), __ldg(numbers + pair / 16)};
   uint32_t first = 0, second = 0;
@@ -54,7 +64,7 @@ __device__ __forceinline__ float prepare_table(const float* numbers, uint8_t* to
     second = from_float2<__half>(left.x, left.y);
     undo = split_undo(power) * (1.f / kUp);
   }
-  uint32_t* const of_pair = reinterpret_cast<uint32_t*>(to) + pair * kPieces * 32;
+  uint32_t* const of_pair = reinterpret_cast<uint32_t*>(to + pair * kRowBytes);
 #pragma unroll 4
   for (int i = 0; i < 32; ++i) {
     const int lane = (i + pair) % 32;  // in another bank for every thread of a warp

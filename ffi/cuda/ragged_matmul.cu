@@ -63,7 +63,8 @@ cudaError_t launch_resident(const RaggedArgs& args, const Device& device, cudaSt
   // With more rows some experts have more than a tile, for which their weights are read again. Of few experts it is
   // faster than ragged_warpgroup up to so many.
   const int64_t few = std::min(costs::kRaggedResidentRows, costs::kRaggedResidentRowsOfExpert * args.experts);
-  const int64_t most = std::max(few, args.experts);
+  const bool splits = args.product.x_dtype == DType::kF32;
+  const int64_t most = std::max(few, (splits ? costs::kRaggedResidentFloat32RowsOfExpert : 1) * args.experts);
   if (device.architecture != 90 || args.m > most || !ragged_resident::supports(args.product)) {
     return cudaErrorInvalidConfiguration;
   }

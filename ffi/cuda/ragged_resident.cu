@@ -10,16 +10,15 @@ constexpr int64_t kMostWeights = int64_t{1} << 31, kMostOutputs = 1 << 17;
 }  // namespace
 
 bool supports(const MatmulArgs& args) {
-  const bool sixteen_bits = args.x_dtype == DType::kF16 || args.x_dtype == DType::kBF16;
-  const bool shifts = args.shift_mode == ShiftMode::kNone || args.shift_dtype == DType::kU8 ||
-                      (args.shift_mode != ShiftMode::kTable && args.shift_dtype == args.x_dtype);
-  return sixteen_bits && args.bits == 4 && args.k > 0 && args.k % 64 == 0 && args.n % 8 == 0 &&
-         args.n <= kMostOutputs && args.n * args.k <= kMostWeights && args.scale_dtype == args.x_dtype && shifts;
+  return args.bits == 4 && args.k > 0 && args.k % 64 == 0 && args.n % 8 == 0 && args.n <= kMostOutputs &&
+         args.n * args.k <= kMostWeights;
 }
 
 cudaError_t launch(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream) {
-  return args.product.x_dtype == DType::kF16 ? launch_f16(args, multiprocessors, shared_bytes, stream)
-                                             : launch_bf16(args, multiprocessors, shared_bytes, stream);
+  const DType x = args.product.x_dtype;
+  return x == DType::kF32   ? launch_f32(args, multiprocessors, shared_bytes, stream)
+         : x == DType::kF16 ? launch_f16(args, multiprocessors, shared_bytes, stream)
+                            : launch_bf16(args, multiprocessors, shared_bytes, stream);
 }
 
 }  // namespace wonly::ragged_resident

@@ -8,6 +8,13 @@
 // follow each other along the inputs, and load them kAhead units at a time, and the next as soon as these have come.
 // The inputs are cut into slices, each of whose sums a warp leaves in shared memory.
 //
+// float32 activations, up to four rows, are two fp16 numbers each, in units of the power of two of the largest one of a
+// row's 128 inputs, and so two columns of the same products. They are copied as they are, and all warps make the
+// numbers of them, in their place, while the first weights are on their way.
+//
+// Codes that index a table are looked up in pairs, in shared memory (pair_table.cuh); entries are rounded to 16-bit
+// activations' type, or two fp16 numbers each with float32 ones.
+//
 // How they are cut depends on the shape alone, and slices are added in order: a row's result depends neither on the
 // values of other rows nor on their experts.
 #pragma once
@@ -23,16 +30,19 @@
 #include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_warpgroup.cuh"
+#include "cuda/pair_table.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_resident.h"
+#include "cuda/split_row.cuh"
 #include "layout.h"
 
 namespace wonly::ragged_resident {
 
 using warpgroup::Convert;
 using warpgroup::convert_half;
+using warpgroup::look_up_half;
 
 constexpr int kBits = 4;
 constexpr int kUnitInputs = tile_k(kBits), kUnitBlocks = kUnitInputs / 32;
@@ -41,9 +51,12 @@ constexpr int kUnitAtoms = 2, kUnitOutputs = kUnitAtoms * kAtomN;
 // for up to so many units of a CTA.
 constexpr int kFewWarps = 8, kMostWarps = 16, kFewUnits = 96;
 constexpr int kMostSlices = 16, kAlikeParts = 8;
-constexpr int kMostRows = 8, kFewRows = 4;  // of a tile
-constexpr float kMostShare = 1.04f;         // of the warp that has most: otherwise tiles have fewer rows
-constexpr int kBarrierBytes = 16;
+constexpr int kMostRows = 8, kFewRows = 4;      // of a tile; of float32 the few
+constexpr int kSplitUnits = 2;                  // whose numbers have a power of two of their own
+constexpr int kSplitBlocks = 2;                 // of so many units that a warp splits at once
+constexpr float kMostShare = 1.04f;             // of the warp that has most: otherwise tiles have fewer rows
+constexpr int kBarrierBytes = 16, kUndoAt = 8;  // behind the barrier what undoes a table's power of two
+constexpr int kTableAlignment = 128;
 constexpr int kSumBytes = kUnitAtoms * kAtomN / 2 * 16;  // sums of a unit's outputs and two rows
 constexpr int kNoGroups = 30;                            // log2 of a group of all inputs, in units
 constexpr int kMaskedIds = 128;                          // as many CTAs put in order themselves, of kOwnExperts experts
@@ -61,7 +74,9 @@ struct Params {
   int slices, slice_tiles;                         // that the inputs are cut into, and tiles of one but for the last
   int log2_group_units;                            // group size = kUnitInputs << this
   int x_row_bytes;                                 // which lie apart so that ldmatrix reads different banks
-  int sums_at, find_at;                            // in shared memory: sums, and what finding a tile takes
+  int scale_bytes, shift_bytes;
+  // In shared memory: factors of float32 numbers, a table, sums, and what finding a tile takes.
+  int factors_at, table_at, sums_at, find_at;
   // What multiplies zeros and offsets is `of_shift` less the scale's bits that `scale_mask` leaves.
   uint32_t scale_mask;
   float of_shift;
@@ -73,16 +88,34 @@ struct Params {
   MatmulArgs args;
 };
 
-// kGroups: groups in a unit; kShiftSize: bytes of a zero or offset, 0 without. Zeros of one byte are taken off the
-// codes, while two bytes multiply the sums of the activations.
-template <typename X_, int kWarps_, int kGroups_, int kShiftSize_>
+// What codes are.
+enum class Codes {
+  kSymmetric,  // numbers around their bias
+  kBytes,      // numbers less a zero of one byte
+  kFloats,     // numbers, and a zero or offset that multiplies the sums of the activations
+  kOfTable,    // indices of a table
+};
+
+// kGroups: groups in a unit. kAnyTypes: scales and floating-point shifts may be of another type than 16-bit
+// activations.
+template <typename Input_, int kWarps_, int kGroups_, Codes kCodes_, bool kAnyTypes_>
 struct Shape {
-  using X = X_;
+  using Input = Input_;
+  static constexpr bool kSplit = std::is_same_v<Input, float>, kAnyTypes = kAnyTypes_;
+  static_assert(!kSplit || kAnyTypes);
+  using X = std::conditional_t<kSplit, __half, Input>;
+  static constexpr int kMostRows = kSplit ? kFewRows : ragged_resident::kMostRows;  // of a tile
+  static constexpr int kUnitRowBytes = kUnitInputs * static_cast<int>(sizeof(Input));
   static constexpr int kWarps = kWarps_, kThreads = kWarps * 32;
   // Units that a warp asks for at once; twice as many are a turn of its loop.
   static constexpr int kAhead = 2 * kMostWarps / kWarps;
-  static constexpr int kGroups = kGroups_, kShiftSize = kShiftSize_;
-  static constexpr bool kSums = kShiftSize == 2;
+  static constexpr int kGroups = kGroups_;
+  static constexpr Codes kCodes = kCodes_;
+  static constexpr bool kSums = kCodes == Codes::kFloats;
+  static constexpr bool kTable = kCodes == Codes::kOfTable;
+  static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
+  // Outputs that are not finite are summed up again, term by term.
+  static constexpr bool kExact = kSums || kSplit;
 };
 
 // a / b for 0 <= a < 2^21 and 0 < b: the half keeps the quotient further from an integer than its error.
@@ -158,6 +191,45 @@ __device__ __forceinline__ int first_slice(int slices, int warp, int warps) {
   return static_cast<int>(static_cast<uint32_t>(slices * warp) / static_cast<uint32_t>(warps));
 }
 
+// float32 activations in shared memory become two fp16 numbers each, in their place, by all warps: those of a unit of a
+// row are 128 bytes of first numbers, and as many of second ones, whose halves are exchanged so that ldmatrix reads
+// different banks. They are multiplied by the power of two that makes the largest of a row's kSplitUnits units 2^14 or
+// more; the numbers are then exact to 2^-22 of an activation, or 2^-39 of that largest one. A factor undoes it.
+template <int kWarps>
+__device__ __forceinline__ void split_rows(uint8_t* x, float* factors, int rows, const Params& params, int warp,
+                                           int lane) {
+  constexpr int kBlockBytes = kSplitUnits * kUnitInputs * 4;
+  static_assert(kBlockBytes == 32 * sizeof(uint4));
+  const int blocks = (params.k_tiles + kSplitUnits - 1) / kSplitUnits, items = rows * blocks;
+#pragma unroll 1
+  for (int first = warp * kSplitBlocks; first < items; first += kWarps * kSplitBlocks) {
+    uint4 values[kSplitBlocks];
+    uint8_t* places[kSplitBlocks];
+    bool wanted[kSplitBlocks];
+#pragma unroll
+    for (int i = 0; i < kSplitBlocks; ++i) {
+      const int item = min(first + i, items - 1), row = divide(item, blocks), block = item - row * blocks;
+      places[i] = x + row * params.x_row_bytes + block * kBlockBytes;
+      wanted[i] = first + i < items && block * kSplitUnits + lane / 16 < params.k_tiles;
+      values[i] = wanted[i] ? *reinterpret_cast<const uint4*>(places[i] + lane * 16) : uint4{};
+    }
+    __syncwarp();  // all have read
+#pragma unroll
+    for (int i = 0; i < kSplitBlocks; ++i) {
+      const uint32_t largest = largest_of_warp(values[i]), power = split_power(largest);
+      uint2 first_numbers, second_numbers;
+      split_four(values[i], split_factor(power), &first_numbers, &second_numbers);
+      uint8_t* const to = places[i] + lane / 16 * (kBlockBytes / kSplitUnits) + lane % 2 * 8;
+      const int sixteen = lane % 16 / 2;  // bytes
+      if (wanted[i]) {
+        *reinterpret_cast<uint2*>(to + sixteen * 16) = first_numbers;
+        *reinterpret_cast<uint2*>(to + 128 + (sixteen ^ 4) * 16) = second_numbers;
+        if (lane == 0) factors[first + i] = __uint_as_float(split_undo(largest, power, 0));
+      }
+    }
+  }
+}
+
 inline bool is_masked(const RaggedArgs& args) {
   return args.row_mode == RowMode::kIds && args.m > ragged::kOwnIds && args.m <= kMaskedIds &&
          args.experts <= ragged::kOwnExperts;
@@ -227,7 +299,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
 
   // Activations before weights: they would come behind those.
   if (threadIdx.x == 0) {
-    const int row_bytes = params.k_tiles * (kUnitInputs * 2);
+    const int row_bytes = params.k_tiles * S::kUnitRowBytes;
     ptx::barrier_init(arrived, 1);
     ptx::barrier_init_fence();
     ptx::barrier_expect(arrived, row_count * row_bytes);
@@ -249,8 +321,14 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
   const uint32_t* fetch_words = params.qw + expert * params.qw_stride +
                                 static_cast<int64_t>((fetch_strip >> 1) * k_tiles + fetch_tile) * kTileWords +
                                 ((fetch_strip & 1) * (kUnitAtoms * kAtomWords) + lane * 4);
-  const uint8_t* const scales = params.scales + expert * params.scales_stride + lane * 2;
-  const uint8_t* const shift = params.shift + expert * params.shift_stride + lane * S::kShiftSize;
+  const int scale_bytes = S::kAnyTypes ? params.scale_bytes : 2;
+  const int shift_bytes = S::kCodes == Codes::kBytes ? 1 : S::kAnyTypes ? params.shift_bytes : 2;
+  // Numbers of any type are loaded in four bytes, which one of two is half of: rows are whole pieces of those. Where it
+  // is in them is a selector, which makes it the upper part of a float32.
+  const auto piece_of = [&](int bytes) { return S::kAnyTypes && bytes == 2 ? lane / 2 * 4 : lane * bytes; };
+  const auto part_of = [&](int bytes) { return bytes == 4 ? 0x3210u : lane % 2 == 0 ? 0x1044u : 0x3244u; };
+  const uint8_t* const scales = params.scales + expert * params.scales_stride + piece_of(scale_bytes);
+  const uint8_t* const shift = params.shift + expert * params.shift_stride + piece_of(shift_bytes);
   uint4 words[2][kAhead][kUnitAtoms] = {};
   uint32_t scale_bits[2][kAhead][kGroups] = {}, shift_bits[2][kAhead][kGroups] = {};
   // Up to kAhead units of a slice; returns how many. `none` is zero. The first loads are not ones that the compiler may
@@ -271,11 +349,13 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
         const int tile = fetch_tile + slot;
         const int group = kGroups > 1 ? tile * kGroups + i : tile >> params.log2_group_units;
         const int at = group * params.outputs + fetch_strip * kUnitOutputs;
-        ptx::load_part<2, !first.value>(scale_bits[buffer][slot][i], scales + int64_t{at} * 2, wanted && inside);
-        if constexpr (S::kShiftSize > 0) {
-          ptx::load_part<S::kShiftSize, !first.value>(shift_bits[buffer][slot][i], shift + int64_t{at} * S::kShiftSize,
-                                                      wanted && inside);
-        }
+        [[maybe_unused]] const uint8_t* const of_shift = shift + int64_t{at} * shift_bytes;
+        [[maybe_unused]] uint32_t& bits = shift_bits[buffer][slot][i];
+        constexpr int kBytes = S::kAnyTypes ? 4 : 2;
+        ptx::load_part<kBytes, !first.value>(scale_bits[buffer][slot][i], scales + int64_t{at} * scale_bytes,
+                                             wanted && inside);
+        if constexpr (S::kCodes == Codes::kBytes) ptx::load_part<1, !first.value>(bits, of_shift, wanted && inside);
+        if constexpr (S::kSums) ptx::load_part<kBytes, !first.value>(bits, of_shift, wanted && inside);
       }
     }
     fetch_tile += count;
@@ -295,16 +375,38 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
   int counts[2] = {fetch(std::true_type{}, 0, 0), 0};
   prefetch_bias(args, expert, first_strip * kUnitOutputs, strips * kUnitOutputs, threadIdx.x);
 
+  const uint32_t table = ptx::shared_address(shared + params.table_at);
+  float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt);
+  if (S::kTable && threadIdx.x < kTablePairs) {
+    const float* const numbers = static_cast<const float*>(args.shift) + expert * args.shift_batch_stride;
+    const float undo = prepare_table<X, S::kPieces, kSplitTop, kWideRowBytes>(numbers, shared + params.table_at,
+                                                                              static_cast<int>(threadIdx.x));
+    if (threadIdx.x == 0) *undo_table = undo;
+  }
+
   int of_lane = 0;  // a row of the tile; of the last for those beyond it
-  if (lane < kMostRows) of_lane = rows.row(min(lane, row_count - 1));
+  if (lane < S::kMostRows) of_lane = rows.row(min(lane, row_count - 1));
   __syncthreads();
   ptx::barrier_wait(arrived, 0);
 
-  uint32_t lane_x = ptx::shared_address(x) + begin_tile * (kUnitInputs * 2) +
-                    min(lane % 8, row_count - 1) * params.x_row_bytes + lane / 8 * 16;
+  // Where this lane's pieces of 16 bytes for ldmatrix are, and how far from those of a block those of the next.
+  uint32_t lane_x = ptx::shared_address(x) + begin_tile * S::kUnitRowBytes + lane / 8 * 16;
+  int block_step = 64;
+  const float* lane_factors = nullptr;  // of row t
+  if constexpr (S::kSplit) {
+    float* const factors = reinterpret_cast<float*>(shared + params.factors_at);
+    split_rows<S::kWarps>(x, factors, row_count, params, warp, lane);
+    __syncthreads();
+    lane_factors = factors + min(t, row_count - 1) * ((params.k_tiles + kSplitUnits - 1) / kSplitUnits);
+    lane_x += min(lane % 8 / 2, row_count - 1) * params.x_row_bytes + lane % 2 * (128 + 64);
+    if (lane % 2 == 1) block_step = -64;
+  } else {
+    lane_x += min(lane % 8, row_count - 1) * params.x_row_bytes;
+  }
   const int pairs = (row_count + 1) / 2;
   uint8_t* const sums = shared + params.sums_at;  // of all slices
-  float acc[kUnitAtoms][4] = {};
+  constexpr int kRowsOfLane = S::kSplit ? 1 : 2;
+  float acc[kUnitAtoms][2 * kRowsOfLane] = {};
   int slice = begin, tile = begin_tile, slice_end = min(begin_tile + params.slice_tiles, k_tiles);
 #pragma unroll 1
   for (bool more = counts[0] > 0; more;) {
@@ -327,38 +429,54 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
         uint32_t of_lane_zero[kGroups];
 #pragma unroll
         for (int j = 0; j < kGroups; ++j) {
-          of_lane_scale[j] = to_floats<X>(scale_bits[buffer][slot][j]).x;
+          const auto number = [&](uint32_t bits, DType type, int bytes) {
+            if constexpr (!S::kAnyTypes) return to_floats<X>(bits).x;
+            const uint32_t upper = __byte_perm(bits, 0, part_of(bytes));
+            return type == DType::kF16 ? to_floats<__half>(upper).y : __uint_as_float(upper);
+          };
+          of_lane_scale[j] = number(scale_bits[buffer][slot][j], args.scale_dtype, scale_bytes);
           of_lane_zero[j] = 0;
           of_lane_shift[j] = 0.f;
-          if constexpr (S::kShiftSize == 1)
+          if constexpr (S::kCodes == Codes::kBytes)
             of_lane_zero[j] = C::minus_bytes(ptx::low_twice(shift_bits[buffer][slot][j]));
           if constexpr (S::kSums) {
             const float scale = __uint_as_float(__float_as_uint(of_lane_scale[j]) & params.scale_mask);
-            of_lane_shift[j] = to_floats<X>(shift_bits[buffer][slot][j]).x * ((params.of_shift - scale) * 0x1p-13f);
+            const float value = number(shift_bits[buffer][slot][j], args.shift_dtype, shift_bytes);
+            of_lane_shift[j] = value * ((params.of_shift - scale) * 0x1p-13f);
           }
         }
         float products[kUnitAtoms][kGroups][4] = {}, x_sums[kGroups][4] = {};
 #pragma unroll
         for (int block = 0; block < kUnitBlocks; ++block) {
           uint32_t inputs[4];
-          ptx::load_matrices(inputs, lane_x + slot * (kUnitInputs * 2) + block * 64);
+          ptx::load_matrices(inputs, lane_x + slot * S::kUnitRowBytes + block * block_step);
           const auto multiply = [&](float (&to)[4], const uint32_t (&a)[4], int step) {
             ptx::mma<C::kBf16>(to, a, inputs[2 * step], inputs[2 * step + 1]);
           };
 #pragma unroll
           for (int atom = 0; atom < kUnitAtoms; ++atom) {
-            uint32_t minus_zero[2], codes[2][4];
+            uint32_t minus_zero[2], codes[2][4], second_numbers[2][4];
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
               minus_zero[j] = S::kSums ? 0 : C::minus_zero(bias_of(kBits));
-              if constexpr (S::kShiftSize == 1) {
+              if constexpr (S::kCodes == Codes::kBytes) {
                 minus_zero[j] = __shfl_sync(0xffffffffu, of_lane_zero[block / kGroupBlocks], atom * kAtomN + 8 * j + g);
               }
             }
             const uint4& w = unit_words[atom];
-            convert_half<X, kBits>(block == 0 ? w.x : w.z, block == 0 ? w.y : w.w, minus_zero[0], minus_zero[1], codes);
-            multiply(products[atom][block / kGroupBlocks], codes[0], 0);
-            multiply(products[atom][block / kGroupBlocks], codes[1], 1);
+            const uint32_t low = block == 0 ? w.x : w.z, high = block == 0 ? w.y : w.w;
+            if constexpr (S::kTable) {
+              look_up_half<S::kPieces, kWideRowBytes>(low, high, table, lane, codes, second_numbers);
+            } else {
+              convert_half<X, kBits>(low, high, minus_zero[0], minus_zero[1], codes);
+            }
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+              multiply(products[atom][block / kGroupBlocks], codes[step], step);
+              if constexpr (S::kTable && S::kPieces > 1) {
+                multiply(products[atom][block / kGroupBlocks], second_numbers[step], step);
+              }
+            }
           }
           if constexpr (S::kSums) {
             constexpr uint32_t kOnes = C::kBf16 ? 0x3f803f80u : 0x3c003c00u;
@@ -367,31 +485,52 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
             multiply(x_sums[block / kGroupBlocks], ones, 1);
           }
         }
+        float of_unit[2 * kUnitAtoms] = {};  // of float32 activations
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
 #pragma unroll
           for (int half = 0; half < 2 * kUnitAtoms; ++half) {
             const auto given = [&](float of_lane) { return __shfl_sync(0xffffffffu, of_lane, half * 8 + g); };
             const float scale = given(of_lane_scale[group]), factor = S::kSums ? given(of_lane_shift[group]) : 0.f;
+            const float* const of_rows = products[half / 2][group] + half % 2 * 2;
+            if constexpr (S::kSplit) {
+              of_unit[half] = fmaf(scale, of_rows[0] + of_rows[1], of_unit[half]);
+              if constexpr (S::kSums) of_unit[half] = fmaf(factor, x_sums[group][0] + x_sums[group][1], of_unit[half]);
+            } else {
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-              float& to = acc[half / 2][half % 2 * 2 + j];
-              to = fmaf(scale, products[half / 2][group][half % 2 * 2 + j], to);
-              if constexpr (S::kSums) to = fmaf(factor, x_sums[group][j], to);
+              for (int j = 0; j < 2; ++j) {
+                float& to = acc[half / 2][half % 2 * 2 + j];
+                to = fmaf(scale, of_rows[j], to);
+                if constexpr (S::kSums) to = fmaf(factor, x_sums[group][j], to);
+              }
             }
+          }
+        }
+        if constexpr (S::kSplit) {
+          const float factor = lane_factors[(tile + slot) / kSplitUnits];
+#pragma unroll
+          for (int half = 0; half < 2 * kUnitAtoms; ++half) {
+            acc[half / 2][half % 2] = fmaf(factor, of_unit[half], acc[half / 2][half % 2]);
           }
         }
       }
       tile += count;
-      lane_x += count * (kUnitInputs * 2);
+      lane_x += count * S::kUnitRowBytes;
       if (tile == slice_end) {
-        // Lane 4g + t has outputs g and g + 8 of both halves, of rows 2t and 2t + 1.
-        if (t < pairs) {
+        // Lane 4g + t has outputs g and g + 8 of both halves, of rows 2t and 2t + 1; of float32 activations row t.
+        if (S::kSplit && t < 2 * pairs) {
+          uint8_t* const to = sums + (slice * pairs + t / 2) * kSumBytes + g * 16 + t % 2 * 4;
+#pragma unroll
+          for (int half = 0; half < 2 * kUnitAtoms; ++half) {
+            *reinterpret_cast<float*>(to + half / 2 * (kSumBytes / 2) + half % 2 * 8) = acc[half / 2][half % 2];
+          }
+        }
+        if (!S::kSplit && t < pairs) {
           uint8_t* const to = sums + (slice * pairs + t) * kSumBytes + g * 16;
 #pragma unroll
           for (int atom = 0; atom < kUnitAtoms; ++atom) {
-            *reinterpret_cast<float4*>(to + atom * (kSumBytes / 2)) = {acc[atom][0], acc[atom][1], acc[atom][2],
-                                                                       acc[atom][3]};
+            const float* const of_atom = acc[atom];
+            *reinterpret_cast<float4*>(to + atom * (kSumBytes / 2)) = {of_atom[0], of_atom[1], of_atom[2], of_atom[3]};
           }
         }
 #pragma unroll
@@ -401,7 +540,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
         }
         ++slice;
         if (tile == k_tiles) {
-          lane_x -= tile * (kUnitInputs * 2);
+          lane_x -= tile * S::kUnitRowBytes;
           tile = 0;
         }
         slice_end = min(tile + params.slice_tiles, k_tiles);
@@ -430,15 +569,25 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
         sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
       }
 #pragma unroll
-      for (float& value : sum) value *= C::kUnscale;
+      for (float& value : sum) value *= S::kTable ? *undo_table : C::kUnscale;
       const bool odd = of_pair % 2 == 1;
       const int row = __shfl_sync(0xffffffffu, of_lane, 2 * pair + odd);
       bool plain = params.plain_results;
-      if (S::kSums) plain = plain && __all_sync(0xffffffffu, isfinite((sum[0] + sum[1]) + (sum[2] + sum[3])));
+      if (S::kExact) plain = plain && __all_sync(0xffffffffu, isfinite((sum[0] + sum[1]) + (sum[2] + sum[3])));
       if (__builtin_expect(plain && params.changes_sums, 0)) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[i] += bias[i / 2];
-        apply<true>(args.activation, sum);
+        apply<!S::kSplit>(args.activation, sum);
+      }
+      if (S::kSplit && plain) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int output = n + i / 2 * 8;
+          float* const y = static_cast<float*>(args.y) +
+                           static_cast<int64_t>(__shfl_sync(0xffffffffu, of_lane, 2 * pair + i % 2)) * params.outputs;
+          if (first + lane < items && 2 * pair + i % 2 < row_count && output < params.outputs) y[output] = sum[i];
+        }
+        continue;
       }
       if (plain) {
         // Neighbours along the outputs in one store: what even lanes have of the odd row is exchanged for what odd ones
@@ -462,8 +611,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
         float value = i < 2 ? i == 0 ? sum[0] : sum[1] : i == 2 ? sum[2] : sum[3];
         // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a weight
         // times it is.
-        if (S::kSums && !isfinite(value))
-          value = exact_sum(args, expert, ragged::x_row(work, of_one), output, 0, args.k);
+        if (S::kExact && !isfinite(value))
+          value = exact_sum<S::kTable>(args, expert, ragged::x_row(work, of_one), output, 0, args.k);
         finish(args, expert, of_one, output, value, i < 2 ? bias[0] : bias[1]);
       }
     }
@@ -502,7 +651,16 @@ inline bool lay_out(const RaggedArgs& args, int rows, int warps, int ahead, int 
   const int64_t tiles = ragged::most_tiles(ragged::own_work(args, rows));
   const int64_t strips = ceil_div(params->strips, std::max<int64_t>(multiprocessors / tiles, 1));
   const int64_t slice_bytes = strips * ((rows + 1) / 2) * kSumBytes;
-  params->sums_at = kBarrierBytes + rows * params->x_row_bytes;
+  params->factors_at = kBarrierBytes + rows * params->x_row_bytes;
+  params->sums_at = params->factors_at;
+  if (args.product.x_dtype == DType::kF32) {
+    const int64_t factors = rows * ceil_div(params->k_tiles, kSplitUnits);
+    params->sums_at += static_cast<int>(ceil_div(factors * 4, 16) * 16);
+  }
+  if (args.product.shift_mode == ShiftMode::kTable) {
+    params->table_at = static_cast<int>(ceil_div(params->sums_at, kTableAlignment) * kTableAlignment);
+    params->sums_at = params->table_at + kTablePairs * kWideRowBytes;
+  }
   const int64_t most = (shared_bytes - params->sums_at - find_bytes(args)) / slice_bytes;
   if (most < (rows > 1 ? 2 : 1)) return false;  // few warps would have all to do
   // With less rows there is room for sums of more slices.
@@ -515,14 +673,14 @@ inline bool lay_out(const RaggedArgs& args, int rows, int warps, int ahead, int 
 template <typename S>
 cudaError_t launch_shape(Params params, const RaggedArgs& args, int multiprocessors, int shared_bytes,
                          cudaStream_t stream) {
-  int rows = kMostRows;
+  int rows = S::kMostRows;
   while (!lay_out(args, rows, S::kWarps, S::kAhead, multiprocessors, shared_bytes, &params)) {
     if (rows == 1) return cudaErrorInvalidConfiguration;
     rows /= 2;
   }
-  if constexpr (S::kWarps == kMostWarps && S::kGroups == 1 && S::kShiftSize < 2) {
+  if constexpr (S::kWarps == kMostWarps && S::kGroups == 1 && !S::kSums) {
     if (params.units <= kFewUnits) {
-      using Few = Shape<typename S::X, kFewWarps, S::kGroups, S::kShiftSize>;
+      using Few = Shape<typename S::Input, kFewWarps, S::kGroups, S::kCodes, S::kAnyTypes>;
       return launch_shape<Few>(params, args, multiprocessors, shared_bytes, stream);
     }
   }
@@ -540,7 +698,7 @@ cudaError_t launch_shape(Params params, const RaggedArgs& args, int multiprocess
   return launch_kernel(ragged_resident_matmul<S>, shape, stream, params);
 }
 
-template <typename X>
+template <typename Input>
 cudaError_t launch_typed(const RaggedArgs& ragged, int multiprocessors, int shared_bytes, cudaStream_t stream) {
   const MatmulArgs& args = ragged.product;
   Params params{};
@@ -550,11 +708,12 @@ cudaError_t launch_typed(const RaggedArgs& ragged, int multiprocessors, int shar
   params.scales = static_cast<const uint8_t*>(args.scales);
   params.shift = static_cast<const uint8_t*>(args.shift);
   params.qw_stride = args.qw_batch_stride;
-  params.scales_stride = args.scales_batch_stride * 2;
+  params.scale_bytes = element_size(args.scale_dtype);
+  params.scales_stride = args.scales_batch_stride * params.scale_bytes;
   params.outputs = static_cast<int>(args.n);
   params.strips = static_cast<int>(ceil_div(args.n, kUnitOutputs));
   params.k_tiles = static_cast<int>(args.k / kUnitInputs);
-  params.x_row_bytes = static_cast<int>(args.k) * 2 + 16;
+  params.x_row_bytes = static_cast<int>(args.k * sizeof(Input)) + 16;
   const int log2 = log2_group_blocks(args);
   params.log2_group_units = log2 < 0 ? kNoGroups : log2 - 1;
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
@@ -562,18 +721,28 @@ cudaError_t launch_typed(const RaggedArgs& ragged, int multiprocessors, int shar
   params.of_shift = offsets ? 1.f : 0.f;
   params.plain_results = args.y_dtype == args.x_dtype;
   params.changes_sums = args.has_bias || args.activation != Activation::kNone;
-  params.shift_stride = args.shift_batch_stride * (args.shift_dtype == DType::kU8 ? 1 : 2);
-  const auto launch = [&](auto groups, auto shift_size) {
-    return launch_shape<Shape<X, kMostWarps, groups.value, shift_size.value>>(params, ragged, multiprocessors,
-                                                                              shared_bytes, stream);
+  params.shift_bytes = element_size(args.shift_dtype);
+  params.shift_stride = args.shift_batch_stride * params.shift_bytes;
+  const auto launch = [&](auto groups, auto codes) {
+    const auto launch_types = [&](auto any) {
+      using Of = Shape<Input, kMostWarps, groups.value, codes.value, any.value>;
+      return launch_shape<Of>(params, ragged, multiprocessors, shared_bytes, stream);
+    };
+    if constexpr (!std::is_same_v<Input, float>) {
+      const bool alike =
+          args.scale_dtype == args.x_dtype && (codes.value != Codes::kFloats || args.shift_dtype == args.x_dtype);
+      if (alike) return launch_types(std::false_type{});
+    }
+    return launch_types(std::true_type{});
   };
-  constexpr std::integral_constant<int, 0> none;
-  constexpr std::integral_constant<int, 1> one;
-  constexpr std::integral_constant<int, 2> two;
-  const bool small_groups = log2 == 0;
-  if (args.shift_mode == ShiftMode::kNone) return small_groups ? launch(two, none) : launch(one, none);
-  if (args.shift_dtype == DType::kU8) return small_groups ? launch(two, one) : launch(one, one);
-  return small_groups ? launch(two, two) : launch(one, two);
+  const auto launch_groups = [&](auto codes) {
+    return log2 == 0 ? launch(std::integral_constant<int, 2>{}, codes)
+                     : launch(std::integral_constant<int, 1>{}, codes);
+  };
+  if (args.shift_mode == ShiftMode::kTable) return launch_groups(std::integral_constant<Codes, Codes::kOfTable>{});
+  if (args.shift_mode == ShiftMode::kNone) return launch_groups(std::integral_constant<Codes, Codes::kSymmetric>{});
+  if (args.shift_dtype == DType::kU8) return launch_groups(std::integral_constant<Codes, Codes::kBytes>{});
+  return launch_groups(std::integral_constant<Codes, Codes::kFloats>{});
 }
 
 }  // namespace wonly::ragged_resident

@@ -5,8 +5,7 @@
 
 namespace wonly::ragged_resident {
 
-// int4 with scales of the activations' 16-bit type, zeros or offsets of that type, uint8 zeros or none; K a multiple of
-// 64, N of 8. sm_90 only.
+// int4, K a multiple of 64, N of 8. sm_90 only.
 bool supports(const MatmulArgs& args);
 
 // In one launch, but for the plan of many ids or experts. cudaErrorInvalidConfiguration when the activations of a row
@@ -15,5 +14,6 @@ cudaError_t launch(const RaggedArgs& args, int multiprocessors, int shared_bytes
 
 cudaError_t launch_f16(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream);
 cudaError_t launch_bf16(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream);
+cudaError_t launch_f32(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream);
 
 }  // namespace wonly::ragged_resident

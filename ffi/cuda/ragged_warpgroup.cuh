@@ -293,7 +293,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
   using Base::row, Base::thread, Base::warpgroup;
   static constexpr int kSums = S::kTileRows / 2;
 
-  const uint8_t* table = nullptr;  // of pairs of codes
+  uint32_t table = 0;  // of pairs of codes: a shared address
   float undo_table = 1.f;
 
   // The sums of a tile of up to kColumns rows, whose first stage is full.
@@ -737,7 +737,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     produce<S>(params, maps, plan, walk, ring, warp - S::kWarpgroups * 4);
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
-    const Consumer<S> consumer{{warp / 4, warp % 4}, shared + S::kTableAt, undo_table};
+    const Consumer<S> consumer{{warp / 4, warp % 4}, ptx::shared_address(shared + S::kTableAt), undo_table};
     for (int turn = 0; turn < walk.rounds; ++turn) consumer.run(params, plan, ring);
   }
 #else

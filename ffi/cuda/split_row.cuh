@@ -26,6 +26,29 @@ __device__ __forceinline__ uint32_t larger_finite(uint32_t largest, float value)
 // What undoes the power of two of split_power.
 __device__ __forceinline__ float split_undo(uint32_t power) { return __uint_as_float(power - (kSplitTop << 23)); }
 
+// The largest magnitude of the numbers of a warp's lanes, as its bits, or those of a NaN.
+__device__ __forceinline__ uint32_t largest_of_warp(const uint4& numbers) {
+  const auto magnitude = [](uint32_t bits) { return fabsf(__uint_as_float(bits)); };
+  const float of_lane = ptx::largest_of(ptx::largest_of(magnitude(numbers.x), magnitude(numbers.y)),
+                                        ptx::largest_of(magnitude(numbers.z), magnitude(numbers.w)));
+  return __reduce_max_sync(0xffffffffu, __float_as_uint(of_lane));
+}
+
+// Four numbers times `up` as two fp16 numbers each.
+__device__ __forceinline__ void split_four(const uint4& numbers, float up, uint2* first, uint2* second) {
+  const auto split = [&](uint32_t a, uint32_t b, uint32_t& of_first, uint32_t& of_second) {
+    const float2 left = beyond_fp16({__uint_as_float(a) * up, __uint_as_float(b) * up}, &of_first);
+    of_second = from_float2<__half>(left.x, left.y);
+  };
+  split(numbers.x, numbers.y, first->x, second->x);
+  split(numbers.z, numbers.w, first->y, second->y);
+}
+
+// What undoes the power of two that split_power has of `largest`, times 2^more, as bits; a NaN where not all is finite.
+__device__ __forceinline__ uint32_t split_undo(uint32_t largest, uint32_t power, int more) {
+  return largest >= 0x7f800000u ? 0x7fffffffu : power + ((more - kSplitTop) << 23);
+}
+
 constexpr int kSplitEach = 8;  // numbers that a thread takes at a time
 
 // kSplitEach numbers times `up` as two fp16 numbers each. Returns the sum of what they are then.

@@ -81,9 +81,10 @@ struct Float32Shape {
   static_assert(kStages >= 3 && kSummed % 2 == 0);
 };
 
-// Adds the products of an item's stages up. `table`: the numbers of pairs of codes, where these are of one.
+// Adds the products of an item's stages up. `table`: the shared address of the numbers of pairs of codes, where these
+// are of one.
 template <typename S>
-__device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const Item& item, const uint8_t* table,
+__device__ __forceinline__ void multiply_float32_stages(const Cta<S>& cta, const Item& item, uint32_t table,
                                                         RingPosition<S::kStages>& at, float (&acc)[1][S::kTokens / 2]) {
   using F = Fragments<S>;
   constexpr int kNumbers = S::kExact ? 1 : 2;  // of a weight

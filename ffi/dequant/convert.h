@@ -28,11 +28,12 @@ namespace convert {
 constexpr uint32_t kNibble = 0x000f000fu;      // the low nibble of both halves
 constexpr uint32_t kHighNibble = 0x00f000f0u;  // the next one
 constexpr uint32_t kByte = 0x00ff00ffu;
-constexpr uint32_t kF16Magic = 0x64006400u;            // 1024 in fp16: the lowest ten bits count units
-constexpr uint32_t kBf16Magic = 0x43004300u;           // 128 in bf16: the lowest seven bits count units
-constexpr uint32_t kF32Magic = 0x4b000000u;            // 2^23 in float32: the lowest 23 bits count units
-constexpr uint32_t kAndOr = (0xf0 & 0xcc) | 0xaa;      // lop3 table of (a & b) | c
-constexpr uint32_t kNotAndOr = (~0xf0 & 0xcc) | 0xaa;  // lop3 table of (~a & b) | c
+constexpr uint32_t kF16Magic = 0x64006400u;                   // 1024 in fp16: the lowest ten bits count units
+constexpr uint32_t kBf16Magic = 0x43004300u;                  // 128 in bf16: the lowest seven bits count units
+constexpr uint32_t kF32Magic = 0x4b000000u;                   // 2^23 in float32: the lowest 23 bits count units
+constexpr uint32_t kAndOr = (0xf0 & 0xcc) | 0xaa;             // lop3 table of (a & b) | c
+constexpr uint32_t kNotAndOr = (~0xf0 & 0xcc) | 0xaa;         // lop3 table of (~a & b) | c
+constexpr uint32_t kSelect = (0xf0 & 0xcc) | (~0xf0 & 0xaa);  // lop3 table of (a & b) | (~a & c)
 
 }  // namespace convert
 

@@ -10,6 +10,7 @@ from experts_cases import assert_rows, sizes_of
 from reference import DTYPES, UNITS, as_kernels_see_it, assert_product, near_middles, random_weight, random_x
 
 import jax_wonly as jw
+from jax_wonly import _cuda_dispatch
 from jax_wonly._table import TABLES
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +44,36 @@ def test_rows(rng, m, x_dtype):
         expected = as_kernels_see_it(weight, x_dtype)
         # More tokens than the streaming kernel takes at once may meet weights that are rounded.
         assert_product(y, x, expected, out_dtype="float32", rounded_weights=m > 16, **options)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_few_rows(rng, x_dtype, group_size):
+    """Pairs of codes looked up beside activations that stay in shared memory, of one weight and of several: scales of
+    any type, rows of orders of magnitude, the same bits each time, and infinities that stay in their rows."""
+    sixteen_bits = x_dtype in SIXTEEN_BITS
+    product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
+    for (k, n), lead in (((2048, 4112), ()), ((1024, 8200), ()), ((2048, 4104), (3,))):
+        scale_dtype = str(rng.choice(list(DTYPES)))
+        weight = random_weight(rng, k, n, group_size=group_size, mode="table", scale_dtype=scale_dtype, lead=lead)
+        exact = as_kernels_see_it(weight, x_dtype) if sixteen_bits else weight
+        for m in (1, int(rng.integers(2, 5)), int(rng.integers(5, 9)), int(rng.integers(9, 17))):
+            if m > 8 and not sixteen_bits:
+                continue
+            x = random_x(rng, (*lead, m, k), x_dtype)
+            if not sixteen_bits:
+                x *= np.exp2(rng.integers(-30, 30, (*lead, m, 1))).astype(np.float32)
+            if _cuda_dispatch.has_warpgroups():
+                assert jw.explain(x, weight.qt, platform="cuda", implementation="cuda").kernel == "matmul_resident"
+            y = np.asarray(product(x, weight.qt))
+            assert_product(y, x, exact)
+            np.testing.assert_array_equal(np.asarray(product(x, weight.qt)), y)
+            row, at, value = int(rng.integers(m)), int(rng.integers(k)), float(rng.choice([np.inf, -np.inf, np.nan]))
+            wild = np.asarray(product(x.at[..., row, at].set(value), weight.qt), np.float32)
+            with np.errstate(invalid="ignore"):
+                np.testing.assert_array_equal(wild[..., row, :], value * np.sign(exact.dense[..., at, :]))
+            others = np.arange(m) != row
+            np.testing.assert_array_equal(wild[..., others, :], y[..., others, :].astype(np.float32))
 
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
