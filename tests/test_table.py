@@ -182,11 +182,12 @@ def test_models(rng):
 def test_the_way_on_a_gpu():
     qt = jw.quantize(jnp.ones((4096, 4096), jnp.bfloat16), mode="nf4", group_size=64)
     for m, dtype, path, why, kernel in [
-        (1, jnp.bfloat16, "kernel", "one pass", "matmul_stream"),
+        (1, jnp.bfloat16, "kernel", "one pass", "matmul_resident"),
+        (1, jnp.float16, "kernel", "one pass", "matmul_resident"),
         (64, jnp.float16, "kernel", "the model expects", "matmul_warpgroup"),  # scales of another type
         (512, jnp.float16, "kernel", "the model expects", "matmul_tiled"),
         (512, jnp.bfloat16, "kernel", "the model expects", "matmul_tiled"),
-        (1, jnp.float32, "kernel", "one pass", "matmul_warpgroup"),
+        (1, jnp.float32, "kernel", "one pass", "matmul_resident"),
         (64, jnp.float32, "kernel", "the model expects", "matmul_warpgroup"),
         (512, jnp.float32, "kernel", "the model expects", "matmul_warpgroup"),
     ]:
