@@ -581,6 +581,8 @@ def estimate(p: Product) -> tuple[float, float]:
     fused = math.inf if aligned is None else _warpgroup(p)
     if aligned is None or ((p.split or p.table) and aligned is p and p.m <= STREAM_TOKENS):
         fused = min(fused, _stream(p))
+    if _resident_kernel(p):
+        fused = min(fused, _resident(p))
     if tiled_kernel(p):
         fused = min(fused, _tiled(p))
     if parts := _parts(p):
