@@ -28,8 +28,8 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const bool split = args.x_dtype == DType::kF32;
   const int columns = args.m > 4 ? 16 : 8, rows = split ? 2 * m : tokens;
   const int stage_bytes = rows * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
-  layout.x_at = kBarrierBytes + (args.shift_mode == ShiftMode::kTable ? kTableBytes : 0);
-  layout.sums_at = layout.x_at + (layout.pieces << layout.log2_piece) * stage_bytes;
+  const int x_at = activations_at(args.shift_mode == ShiftMode::kTable);
+  layout.sums_at = x_at + (layout.pieces << layout.log2_piece) * stage_bytes;
   if (split) layout.sums_at += (columns - rows) * kRowBytes;
   layout.strips_at = layout.sums_at;
   if (has_float_shift(args)) layout.strips_at += layout.stages_each * kSumBytes;
@@ -39,9 +39,9 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), kPassAtoms));
   layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
   layout.bytes = layout.strips_at + layout.passes * pass_bytes;
-  if (layout.passes == 0 && passes == 1 && std::max(layout.strips_at, layout.x_at + pass_bytes) <= shared_bytes) {
-    layout.bytes = std::max(layout.strips_at, layout.x_at + pass_bytes);
-    layout.strips_at = layout.x_at;
+  if (layout.passes == 0 && passes == 1 && std::max(layout.strips_at, x_at + pass_bytes) <= shared_bytes) {
+    layout.bytes = std::max(layout.strips_at, x_at + pass_bytes);
+    layout.strips_at = x_at;
     layout.passes = 1;
     layout.over_activations = true;
   }

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
-  uint8_t* const x = shared + params.layout.x_at;
+  uint8_t* const x = shared + activations_at(S::kTabled);
   const MatmulArgs& args = params.args;
   const Layout& layout = params.layout;
   const int lane = threadIdx.x % 32;

@@ -25,7 +25,6 @@ struct Layout {
   int atoms_each, atoms_over;  // a part of the outputs has atoms_each strips of 16, the first atoms_over one more
   int stages_each;             // that a CTA of a cluster takes, the last one fewer
   int pieces, log2_piece;      // of the activations; stages of one
-  int x_at;                    // activations
   int sums_at;                 // of the activations of each stage
   int strips_at;               // sums of a strip of outputs, of every warpgroup of every CTA of the cluster
   int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
@@ -33,6 +32,8 @@ struct Layout {
   int bytes;
 };
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes);
+// Where its activations are, behind barriers and a table.
+constexpr int activations_at(bool table) { return kBarrierBytes + (table ? kTableBytes : 0); }
 
 // What a product is expected to take, in microseconds.
 struct Costs {
