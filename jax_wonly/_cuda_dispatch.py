@@ -536,8 +536,9 @@ def kernel(p: Product) -> str:
     other = math.inf
     if by_warpgroups and not streamed:
         other = _warpgroup(p)
-        if (p.split or p.table) and not _aligns(p) and p.m <= STREAM_TOKENS and _stream(p) <= other:
-            by_warpgroups, other = False, _stream(p)
+        if (p.split or p.table) and not _aligns(p) and p.m <= STREAM_TOKENS:
+            streaming = _stream(p)
+            by_warpgroups, other = other < streaming, min(other, streaming)
     elif not streamed:
         other = _stream(p)
     if resident and _resident(p) < other:

@@ -195,9 +195,10 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
   if (aligns) {
     us += costs::kAlignedRowsStart + static_cast<float>(aligned_rows::bytes(args)) / costs::kAlignedRowsBytes;
   }
-  if ((splits || table) && !aligns && args.m <= kStreamPass && us >= stream_us(args, device)) {
-    by_warpgroups = false;
-    us = stream_us(args, device);
+  if ((splits || table) && !aligns && args.m <= kStreamPass) {
+    const float streaming = stream_us(args, device);
+    by_warpgroups = by_warpgroups && us < streaming;
+    us = std::min(us, streaming);
   }
   if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
     resident::Config config{};
