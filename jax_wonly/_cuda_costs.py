@@ -178,11 +178,14 @@ class Decode(NamedTuple):
 class Ragged(NamedTuple):
     """Products with experts: where kernels take turns, by rows of all experts, or of one were they spread evenly."""
 
-    # ragged_resident: up to one row for each expert, or so many in all, if those are no more for each; so many float32
-    # ones for each.
+    # ragged_resident: up to one row for each expert, or so many in all, if those are no more for each; so many of a
+    # table for each, or float32 ones, or of experts of up to so many weights, or with groups of 32 or 64.
     resident_rows: int
     resident_rows_of_expert: int
+    resident_table_rows_of_expert: int
     resident_float32_rows_of_expert: int
+    resident_weights: int
+    resident_quick_rows_of_expert: int
     # matmul_decode: up to so many rows in all, or one for so many experts, from so many inputs on; one for more experts
     # with fewer.
     decode_rows: int

@@ -173,12 +173,18 @@ def _plan_bytes(experts: int) -> int:
 def _resident(p: Product, ids: bool) -> bool:
     """As ``launch_resident`` in ``ffi/cuda/ragged_matmul.cu``."""
     few = min(_RAGGED.resident_rows, _RAGGED.resident_rows_of_expert * p.batch)
-    most = max(few, (_RAGGED.resident_float32_rows_of_expert if p.split else 1) * p.batch)
-    if p.m > most or p.bits != 4 or p.k % 64 or p.n % 8:
+    of_expert = 1
+    if p.table:
+        of_expert = _RAGGED.resident_table_rows_of_expert
+    elif p.split:
+        of_expert = _RAGGED.resident_float32_rows_of_expert
+    elif p.n * p.k <= _RAGGED.resident_weights or p.small_groups:
+        of_expert = _RAGGED.resident_quick_rows_of_expert
+    if p.m > max(few, of_expert * p.batch) or p.bits != 4 or p.k % 64 or p.n % 8:
         return False
     if p.n > _MOST_OUTPUTS or p.n * p.k > _MOST_WEIGHTS:
         return False
-    # With tiles of one row there is room if there is with any.
+    # With tiles of one row, and one strip for a warp, there is room if there is with any.
     masked = ids and _OWN_IDS < p.m <= _MASKED_IDS and p.batch <= _OWN_EXPERTS
     finding = 16 * (p.batch + 1) + 512 if masked else _plan_bytes(p.batch)
     factors = -(-p.k // 128) * 4 if p.split else 0
@@ -187,7 +193,7 @@ def _resident(p: Product, ids: bool) -> bool:
     before = 16 + p.k * jnp.dtype(p.x_dtype).itemsize + 16 + -(-factors // 16) * 16
     if p.table:
         before = -(-before // 128) * 128 + _cuda_costs.PAIR_TABLE_BYTES
-    return before + finding + 256 * strips <= _cuda_costs.SHARED_BYTES
+    return before + finding + 256 * min(strips, 16) <= _cuda_costs.SHARED_BYTES
 
 
 def _decode(p: Product, ids: bool) -> bool:

@@ -26,11 +26,18 @@ struct DeviceAttributes {
       case cudaDevAttrReservedSharedMemoryPerBlock:
         *value = kReservedBytes;
         break;
+      case cudaDevAttrMemoryClockRate:
+        *value = kMemoryKilohertz;
+        break;
+      case cudaDevAttrGlobalMemoryBusWidth:
+        *value = kMemoryBits;
+        break;
       default:
         return cudaErrorInvalidValue;
     }
     return cudaSuccess;
   }
 
-  static constexpr int kReservedBytes = 1024;  // of every CTA's shared memory
+  static constexpr int kReservedBytes = 1024;                           // of every CTA's shared memory
+  static constexpr int kMemoryKilohertz = 2619000, kMemoryBits = 5120;  // an H100's
 };

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts_cases import assert_rows
 from matmul_cases import rounds_weights
-from reference import MODES, assert_product, random_weight, random_x, repeated
+from reference import MODES, UNITS, assert_product, random_weight, random_x, repeated
 
 import jax_wonly as jw
 from jax_wonly import _cuda_costs, _cuda_dispatch, _selftest
@@ -315,7 +316,7 @@ def test_missing_waits_show(emulated, seed, wait):
 def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
     """Products whose stages the CTAs of ``matmul_warpgroup`` share out evenly, on GPUs so small that small ones are."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
-    emulated.set_multiprocessors(multiprocessors)
+    emulated.set_gpu(multiprocessors)
     found = 0
     try:
         while found < 3:
@@ -334,7 +335,7 @@ def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
             close = {"rounded_weights": rounds_weights("cuda", x, weight.qt), "cut_off": True}
             assert_product(y, x, weight, **how, **close)
     finally:
-        emulated.set_multiprocessors(132)
+        emulated.set_gpu()
 
 
 def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:
@@ -349,11 +350,38 @@ def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:
     return min(_cuda_dispatch._warpgroup_times(product), key=lambda pair: pair[1])[0][2]
 
 
+@pytest.mark.parametrize("shared_bytes", [232448, 100_000])
+@pytest.mark.parametrize("multiprocessors", [3, 8, 17])
+def test_even_shares_of_experts(emulated, rng, multiprocessors, shared_bytes):
+    """Strips of all experts that the CTAs of ``ragged_resident`` share out evenly, on GPUs so small that those of few
+    are, and of which they have room for the sums of some at a time."""
+    emulated.set_gpu(multiprocessors, shared_bytes)
+    try:
+        for x_dtype in UNITS:
+            k, n, experts = 64 * int(rng.integers(2, 40)), 8 * int(rng.integers(8, 200)), int(rng.integers(3, 20))
+            mode, group_size = str(rng.choice((*MODES, "table"))), int(rng.choice([32, 64]))
+            weight = random_weight(rng, k, n, mode=mode, group_size=group_size, lead=(experts,), scale_dtype=x_dtype)
+            rows = int(rng.integers(2, 2 * experts + 1))
+            x, bias = random_x(rng, (rows, k), x_dtype), random_x(rng, (experts, n))
+            assert jw.explain(x, weight.qt, experts="ids", platform="cuda").kernel == "ragged_resident"
+            how = {"bias": bias, "activation": str(rng.choice(["relu", "silu"]))}
+            ids = rng.integers(-1, experts + 1, rows).astype(np.int32)
+            y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda", **how)
+            assert_rows(y, x, weight, ids, implementation="cuda" if mode != "table" else None, **how)
+            none = (ids < 0) | (ids >= experts)
+            order = np.argsort(np.where(none, experts, ids), kind="stable")
+            sizes = np.bincount(ids[~none], minlength=experts).astype(np.int32)
+            in_order = jw.ragged_dot(x[order], weight.qt, jnp.asarray(sizes), implementation="cuda", **how)
+            np.testing.assert_array_equal(in_order, y[order])
+    finally:
+        emulated.set_gpu()
+
+
 @pytest.mark.parametrize("multiprocessors", [4, 9])
 def test_two_kernels(emulated, rng, monkeypatch, multiprocessors):
     """Products of which two kernels have some outputs each: on GPUs so small that small ones are."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
-    emulated.set_multiprocessors(multiprocessors)
+    emulated.set_gpu(multiprocessors)
     period, found = 64, 0
     try:
         while found < 2:
@@ -374,4 +402,4 @@ def test_two_kernels(emulated, rng, monkeypatch, multiprocessors):
                 part = y[:, first : first + width]
                 assert_product(part, x, these, bias=bias[:width], activation=activation, **close)
     finally:
-        emulated.set_multiprocessors(132)
+        emulated.set_gpu()

@@ -210,15 +210,21 @@ def test_experts_on_cuda(monkeypatch):
 
     few, flat, decode = "ragged_resident", "ragged_warpgroup", "matmul_decode"
     tall, stream, ids, sizes = "ragged_tiled", "matmul_stream", ("ids",), ("sizes",)
-    # Few rows: of few experts, of many, and of those that leave no room in shared memory.
+    # Few rows: of few experts, of many, of such as take others long, and of those with many inputs.
     assert kernels(1, 32, 33) == kernels(8, 128, 129, e=128) == [few, few, flat]
     assert kernels(3, 12, 13, e=3, mode="offsets") == [few, few, flat]
     assert kernels(128, 129, e=128, scale_dtype=jnp.float32) == [few, flat]
     for options in ({}, {"mode": "nf4"}):
         assert kernels(32, 33, dtype=jnp.float32, **options) == [few, flat]
-        assert kernels(256, 257, e=128, dtype=jnp.float32, **options) == [few, flat]
+    assert kernels(256, 257, e=128, dtype=jnp.float32) == [few, flat]
+    for options in ({"k": 2048, "n": 2048}, {"group_size": 64}, {"group_size": 32, "mode": "offsets"}):
+        assert kernels(256, 257, e=128, **options) == [few, flat]
+    assert kernels(128, 129, e=128, k=2048, n=2056) == [few, flat]
+    assert kernels(512, 513, e=128, mode="nf4", dtype=jnp.float32) == [few, flat]
+    assert kernels(512, 513, e=128, mode="nf4") == [few, stream]
+    assert kernels(128, e=128, n=28672) == kernels(8, k=99840, n=64) == [few]
     assert kernels(1, 32, 39, mode="nf4") == [few, few, stream]
-    assert kernels(128, e=128, n=28672) == kernels(8, k=1000, group_size=None) == [flat]
+    assert kernels(8, k=131072, n=64) == kernels(8, k=1000, group_size=None) == [flat]
     assert kernels(8, k=1024, n=1001) == kernels(8, k=1001, group_size=None) == [stream]
     # Eight bits.
     assert kernels(1, 16, 17, bits=8) == kernels(1, 8, 9, bits=8, group_size=32) == [decode, decode, flat]

@@ -60,15 +60,20 @@ cudaError_t launch_stream(const RaggedArgs& args, const Device& device, cudaStre
 // These return cudaErrorInvalidConfiguration where the kernel does not take `args`, or is not expected to be faster.
 
 cudaError_t launch_resident(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
+  const MatmulArgs& product = args.product;
   // With more rows some experts have more than a tile, for which their weights are read again. Of few experts it is
-  // faster than ragged_warpgroup up to so many.
+  // faster than ragged_warpgroup up to so many, and where that takes long for a tile.
   const int64_t few = std::min(costs::kRaggedResidentRows, costs::kRaggedResidentRowsOfExpert * args.experts);
-  const bool splits = args.product.x_dtype == DType::kF32;
-  const int64_t most = std::max(few, (splits ? costs::kRaggedResidentFloat32RowsOfExpert : 1) * args.experts);
+  const bool quick = product.n * product.k <= costs::kRaggedResidentWeights || has_small_groups(product);
+  const int64_t of_expert = product.shift_mode == ShiftMode::kTable ? costs::kRaggedResidentTableRowsOfExpert
+                            : product.x_dtype == DType::kF32        ? costs::kRaggedResidentFloat32RowsOfExpert
+                            : quick                                 ? costs::kRaggedResidentQuickRowsOfExpert
+                                                                    : 1;
+  const int64_t most = std::max(few, of_expert * args.experts);
   if (device.architecture != 90 || args.m > most || !ragged_resident::supports(args.product)) {
     return cudaErrorInvalidConfiguration;
   }
-  return ragged_resident::launch(args, device.multiprocessors, shared_share(device, 1), stream);
+  return ragged_resident::launch(args, device, stream);
 }
 
 // Eight bits alone: ragged_resident is at least as fast with four.

@@ -14,11 +14,11 @@ bool supports(const MatmulArgs& args) {
          args.n * args.k <= kMostWeights;
 }
 
-cudaError_t launch(const RaggedArgs& args, int multiprocessors, int shared_bytes, cudaStream_t stream) {
+cudaError_t launch(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   const DType x = args.product.x_dtype;
-  return x == DType::kF32   ? launch_f32(args, multiprocessors, shared_bytes, stream)
-         : x == DType::kF16 ? launch_f16(args, multiprocessors, shared_bytes, stream)
-                            : launch_bf16(args, multiprocessors, shared_bytes, stream);
+  return x == DType::kF32   ? launch_f32(args, device, stream)
+         : x == DType::kF16 ? launch_f16(args, device, stream)
+                            : launch_bf16(args, device, stream);
 }
 
 }  // namespace wonly::ragged_resident

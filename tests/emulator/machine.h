@@ -157,6 +157,13 @@ class Machine {
  public:
   static Machine& the();
   static inline DeviceAttributes gpu{90, 132, 232448, 233472};  // an H100
+  static inline int device = 0;                                 // another one whenever `gpu` changes
+  static void set_gpu(int multiprocessors, int bytes_of_cta) {
+    gpu.multiprocessors = multiprocessors;
+    gpu.bytes_of_cta = bytes_of_cta;
+    gpu.bytes_of_multiprocessor = bytes_of_cta + DeviceAttributes::kReservedBytes;
+    ++device;
+  }
   static int ctas_of_multiprocessor(int threads, int64_t shared_bytes) {
     const int64_t by_shared = gpu.bytes_of_multiprocessor / (shared_bytes + DeviceAttributes::kReservedBytes);
     return static_cast<int>(std::min<int64_t>(2048 / threads, by_shared));
