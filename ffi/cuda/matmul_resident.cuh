@@ -38,6 +38,7 @@
 #include "cuda/pair_table.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
+#include "cuda/shift_kind.h"
 #include "cuda/split_row.cuh"
 #include "cuda/tensor_map.h"
 #include "layout.h"
@@ -56,7 +57,6 @@ constexpr int kThreads = kWarpgroups * 128;  // that multiply
 constexpr int kSplitWarps = kWarpgroups;     // that split float32 activations, each for the stages of one warpgroup
 constexpr int kSplitRows = 4;                // tokens of a stage at once
 constexpr int kUnscalePower = 13;            // Convert::kUnscale is this power of two
-constexpr int kTable = -1;                   // in place of a shift's size
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
 constexpr int kStepTiles = kWarpgroups * kTiles;      // from a stage of a warpgroup to its next
@@ -89,18 +89,18 @@ struct Params {
   MatmulArgs args;
 };
 
-// kGroups: scales of a stage, at least as many as it has groups. kShiftSize: bytes of a zero or offset, 0 without;
-// zeros of one byte are taken off the codes, while two bytes multiply the sums of activations. kTable: codes index one
-// instead, whose entries are rounded to 16-bit activations' type, or two fp16 numbers each. kAnyScales: scales are
-// of any type, not of 16-bit activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
-template <typename Input, int kColumns_, int kGroups_, int kShiftSize_, bool kAnyScales_>
+// kGroups: scales of a stage, at least as many as it has groups. kAnyScales: these are of any type, not of 16-bit
+// activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
+template <typename Input, int kColumns_, int kGroups_, ShiftKind kShift_, bool kAnyScales_>
 struct Shape {
   static constexpr bool kSplit = std::is_same_v<Input, float>, kAnyScales = kAnyScales_;
   using X = std::conditional_t<kSplit, __half, Input>;
-  static constexpr int kColumns = kColumns_, kGroups = kGroups_, kShiftSize = kShiftSize_;
+  static constexpr int kColumns = kColumns_, kGroups = kGroups_;
+  static constexpr ShiftKind kShift = kShift_;
+  static constexpr int kShiftSize = kShift == ShiftKind::kFloats ? 2 : kShift == ShiftKind::kBytes ? 1 : 0;  // in bytes
   static constexpr int kTokens = kSplit ? 8 : kColumns;
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
-  static constexpr bool kSums = kShiftSize == 2, kTabled = kShiftSize == kTable;
+  static constexpr bool kSums = kShift == ShiftKind::kFloats, kTable = kShift == ShiftKind::kTable;
   static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
   // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
   // 8 what asks for pieces later takes as long as it saves.
@@ -152,7 +152,7 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Div
     const uint32_t to = to_x + row_of[i] * 128 + unit * 16;
     ptx::store_shared(to, first_numbers, wanted);
     ptx::store_shared((to ^ 16) + 128, second_numbers, wanted);
-    const uint32_t undo = split_undo(largest[i], power, S::kTabled ? 0 : kUnscalePower);
+    const uint32_t undo = split_undo(largest[i], power, S::kTable ? 0 : kUnscalePower);
     ptx::store_shared(to_factors + factor_of[i] * 4, undo, wanted && lane == 0);
   }
 }
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
-  uint8_t* const x = shared + activations_at(S::kTabled);
+  uint8_t* const x = shared + activations_at(S::kTable);
   const MatmulArgs& args = params.args;
   const Layout& layout = params.layout;
   const int lane = threadIdx.x % 32;
@@ -313,8 +313,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         // A group that half a stage does not have keeps nothing of others, which may be infinite.
         if (kGroups > 1 && !wanted) scale[i] = zero[i] = 0;
         ptx::load_part<S::kAnyScales ? 4 : 2, !first.value>(scale[i], fetch_scales + 8 * scale_bytes * i, of_row);
-        if constexpr (S::kShiftSize == 1) ptx::load_part<1, !first.value>(zero[i], fetch_zeros + 8 * i, of_row);
-        if constexpr (S::kShiftSize == 2) {
+        if constexpr (S::kShift == ShiftKind::kBytes)
+          ptx::load_part<1, !first.value>(zero[i], fetch_zeros + 8 * i, of_row);
+        if constexpr (S::kSums) {
           ptx::load_part<2, !first.value>(zero[i], fetch_scales + to_shift + 16 * i, of_row);
         }
       }
@@ -337,12 +338,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   fetch_blocks(std::true_type{}, 0, 0);
 
   float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt);
-  if (S::kTabled && thread < kTablePairs) {
-    const float* const numbers = static_cast<const float*>(args.shift) + batch * args.shift_batch_stride;
-    const float undo = prepare_table<X, S::kPieces, kSplitTop, kWideRowBytes>(numbers, shared + kBarrierBytes,
-                                                                              static_cast<int>(thread));
-    if (thread == 0) *undo_table = undo;
-  }
+  if constexpr (S::kTable) fill_table<X, S::kPieces>(args, batch, shared + kBarrierBytes, undo_table, thread);
 
   // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
   // there is room for sums.
@@ -400,7 +396,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const uint32_t stage_step = kStepTiles * rows * 128;
   const uint32_t of_factors = ptx::shared_address(sums + (warpgroup * S::kFactors + t) * 4);
   const uint32_t table = ptx::shared_address(shared + kBarrierBytes);
-  const float unscale = S::kTabled ? *undo_table : S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
+  const float unscale = S::kTable ? *undo_table : S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
   const int most_mine = (round_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
   uint8_t* const strips = shared + layout.strips_at;
 #pragma unroll 1
@@ -432,7 +428,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
             // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
             const uint32_t (&scales_of)[2] = scale_bits[buffer][slot], (&shifts_of)[2] = shift_bits[buffer][slot];
             uint32_t zero_pair = 0;
-            if constexpr (S::kShiftSize == 1) {
+            if constexpr (S::kShift == ShiftKind::kBytes) {
               zero_pair = C::minus_bytes(shifts_of[0] | shifts_of[1] << 16);
             }
             // Products of one chain wait for each other.
@@ -460,15 +456,14 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
             for (int block = 0; block < kStageBlocks; ++block) {
               uint32_t minus_zero[2], pair = zero_pair;
-              if (S::kShiftSize == 1 && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, block, 4);
-              minus_zero[0] = S::kShiftSize == 0   ? C::minus_zero(bias_of(kBits))
-                              : S::kShiftSize == 1 ? ptx::low_twice(pair)
-                                                   : 0;
-              minus_zero[1] = S::kShiftSize == 1 ? ptx::high_twice(pair) : minus_zero[0];
+              if (S::kShift == ShiftKind::kBytes && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, block, 4);
+              minus_zero[0] = S::kSums ? 0 : C::minus_zero(bias_of(kBits));
+              if constexpr (S::kShift == ShiftKind::kBytes) minus_zero[0] = ptx::low_twice(pair);
+              minus_zero[1] = S::kShift == ShiftKind::kBytes ? ptx::high_twice(pair) : minus_zero[0];
               const uint4& w = stage_words[block / 2];
               uint32_t codes[2][4], second_numbers[2][4];
               const uint32_t low = block % 2 == 0 ? w.x : w.z, high = block % 2 == 0 ? w.y : w.w;
-              if constexpr (S::kTabled) {
+              if constexpr (S::kTable) {
                 look_up_half<S::kPieces, kWideRowBytes>(low, high, table, lane, codes, second_numbers);
               } else {
                 convert_half<X, kBits>(low, high, minus_zero[0], minus_zero[1], codes);
@@ -481,7 +476,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {
                   ptx::mma<C::kBf16>(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
-                  if constexpr (S::kTabled && S::kPieces > 1) {
+                  if constexpr (S::kTable && S::kPieces > 1) {
                     ptx::mma<C::kBf16>(to, second_numbers[step], inputs[2 * step], inputs[2 * step + 1]);
                   }
                 }
@@ -672,7 +667,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
           float of_one = j < 2 ? j == 0 ? sum[0] : sum[1] : j == 2 ? sum[2] : sum[3];
           // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
           // weight times it is.
-          if (S::kExact && !isfinite(of_one)) of_one = exact_sum<S::kTabled>(args, batch, token, n, 0, args.k);
+          if (S::kExact && !isfinite(of_one)) of_one = exact_sum<S::kTable>(args, batch, token, n, 0, args.k);
           finish(args, batch, token, n, of_one, j < 2 ? bias[0] : bias[1]);
         }
       }
@@ -730,32 +725,37 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
     return launch_kernel(resident_matmul<decltype(of)>, shape, stream, params, map);
   };
   constexpr bool kSplit = std::is_same_v<Input, float>;
-  const auto launch = [&](auto groups, auto shift_size) {
-    constexpr int kGroups = groups.value, kShiftSize = shift_size.value;
+  const auto launch = [&](auto groups, auto shift) {
+    constexpr int kGroups = groups.value;
+    constexpr ShiftKind kShift = shift.value;
     const int columns = kSplit ? 2 * static_cast<int>(args.m) : static_cast<int>(args.m);
     const auto of_scales = [&](auto any) {
       constexpr bool kAny = any.value;
-      if (columns > 8) return launch_shape(Shape<Input, 16, kGroups, kShiftSize, kAny>{});
-      return launch_shape(Shape<Input, 8, kGroups, kShiftSize, kAny>{});
+      if (columns > 8) return launch_shape(Shape<Input, 16, kGroups, kShift, kAny>{});
+      return launch_shape(Shape<Input, 8, kGroups, kShift, kAny>{});
     };
-    if constexpr (kShiftSize == 2) {
-      return launch_shape(Shape<Input, 8, kGroups, kShiftSize, false>{});
+    if constexpr (kShift == ShiftKind::kFloats) {
+      return launch_shape(Shape<Input, 8, kGroups, kShift, false>{});
     } else if constexpr (kSplit) {
       return of_scales(std::true_type{});
     } else {
       return args.scale_dtype == args.x_dtype ? of_scales(std::false_type{}) : of_scales(std::true_type{});
     }
   };
-  constexpr std::integral_constant<int, 0> none;
   constexpr std::integral_constant<int, 1> one;
   constexpr std::integral_constant<int, 2> two;
   constexpr std::integral_constant<int, 4> four;
-  constexpr std::integral_constant<int, kTable> table;
+  constexpr std::integral_constant<ShiftKind, ShiftKind::kNone> symmetric;
+  constexpr std::integral_constant<ShiftKind, ShiftKind::kBytes> bytes;
+  constexpr std::integral_constant<ShiftKind, ShiftKind::kTable> table;
   const int log2 = params.log2_group_blocks;
   if (args.shift_mode == ShiftMode::kTable) return log2 < 2 ? launch(four, table) : launch(one, table);
-  if (args.shift_mode == ShiftMode::kNone) return log2 < 2 ? launch(four, none) : launch(one, none);
-  if (kSplit || args.shift_dtype == DType::kU8) return log2 < 2 ? launch(four, one) : launch(one, one);
-  if constexpr (!kSplit) return log2 < 1 ? launch(four, two) : launch(two, two);
+  if (args.shift_mode == ShiftMode::kNone) return log2 < 2 ? launch(four, symmetric) : launch(one, symmetric);
+  if (kSplit || args.shift_dtype == DType::kU8) return log2 < 2 ? launch(four, bytes) : launch(one, bytes);
+  if constexpr (!kSplit) {
+    constexpr std::integral_constant<ShiftKind, ShiftKind::kFloats> floats;
+    return log2 < 1 ? launch(four, floats) : launch(two, floats);
+  }
 }
 
 }  // namespace wonly::resident

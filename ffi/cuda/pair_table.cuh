@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include "cuda/element.cuh"
+#include "cuda/matmul.h"
 #include "cuda/ptx.cuh"
 #include "cuda/split_row.cuh"
 #include "dequant/convert.h"
@@ -72,6 +73,17 @@ __device__ __forceinline__ float prepare_table(const float* numbers, uint8_t* to
     if (kPieces > 1) of_pair[32 + lane] = second;
   }
   return undo;
+}
+
+// All threads, of which there are as many as pairs or more: the table of weight `batch`, of rows of kWideRowBytes, and
+// what undoes its power of two.
+template <typename X, int kPieces>
+__device__ __forceinline__ void fill_table(const MatmulArgs& args, int64_t batch, uint8_t* to, float* undo,
+                                           unsigned thread) {
+  if (thread >= static_cast<unsigned>(kTablePairs)) return;
+  const float* const numbers = static_cast<const float*>(args.shift) + batch * args.shift_batch_stride;
+  const float found = prepare_table<X, kPieces, kSplitTop, kWideRowBytes>(numbers, to, static_cast<int>(thread));
+  if (thread == 0) *undo = found;
 }
 
 }  // namespace wonly

@@ -41,6 +41,7 @@
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "cuda/ragged_resident.h"
+#include "cuda/shift_kind.h"
 #include "cuda/split_row.cuh"
 #include "layout.h"
 
@@ -103,17 +104,9 @@ struct Params {
   MatmulArgs args;
 };
 
-// What codes are.
-enum class Codes {
-  kSymmetric,  // numbers around their bias
-  kBytes,      // numbers less a zero of one byte
-  kFloats,     // numbers, and a zero or offset that multiplies the sums of the activations
-  kOfTable,    // indices of a table
-};
-
 // kGroups: groups in a unit. kAnyTypes: scales and floating-point shifts may be of another type than 16-bit
 // activations.
-template <typename Input_, int kWarps_, int kGroups_, Codes kCodes_, bool kAnyTypes_>
+template <typename Input_, int kWarps_, int kGroups_, ShiftKind kShift_, bool kAnyTypes_>
 struct Shape {
   using Input = Input_;
   static constexpr bool kSplit = std::is_same_v<Input, float>, kAnyTypes = kAnyTypes_;
@@ -125,9 +118,9 @@ struct Shape {
   // Units that a warp asks for at once; twice as many are a turn of its loop.
   static constexpr int kAhead = 2 * kMostWarps / kWarps;
   static constexpr int kGroups = kGroups_;
-  static constexpr Codes kCodes = kCodes_;
-  static constexpr bool kSums = kCodes == Codes::kFloats;
-  static constexpr bool kTable = kCodes == Codes::kOfTable;
+  static constexpr ShiftKind kShift = kShift_;
+  static constexpr bool kSums = kShift == ShiftKind::kFloats;
+  static constexpr bool kTable = kShift == ShiftKind::kTable;
   static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
   // Outputs that are not finite are summed up again, term by term.
   static constexpr bool kExact = kSums || kSplit;
@@ -459,7 +452,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
                                   static_cast<int64_t>((fetch_strip >> 1) * k_tiles + fetch_tile) * kTileWords +
                                   ((fetch_strip & 1) * (kUnitAtoms * kAtomWords) + lane * 4);
     const int scale_bytes = S::kAnyTypes ? params.scale_bytes : 2;
-    const int shift_bytes = S::kCodes == Codes::kBytes ? 1 : S::kAnyTypes ? params.shift_bytes : 2;
+    const int shift_bytes = S::kShift == ShiftKind::kBytes ? 1 : S::kAnyTypes ? params.shift_bytes : 2;
     // Numbers of any type are loaded in four bytes, which one of two is half of: rows are whole pieces of those. Where
     // it is in them is a selector, which makes it the upper part of a float32.
     const auto piece_of = [&](int bytes) { return S::kAnyTypes && bytes == 2 ? lane / 2 * 4 : lane * bytes; };
@@ -491,7 +484,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
           constexpr int kBytes = S::kAnyTypes ? 4 : 2;
           ptx::load_part<kBytes, !first.value>(scale_bits[buffer][slot][i], scales + int64_t{at} * scale_bytes,
                                                wanted && inside);
-          if constexpr (S::kCodes == Codes::kBytes) ptx::load_part<1, !first.value>(bits, of_shift, wanted && inside);
+          if constexpr (S::kShift == ShiftKind::kBytes)
+            ptx::load_part<1, !first.value>(bits, of_shift, wanted && inside);
           if constexpr (S::kSums) ptx::load_part<kBytes, !first.value>(bits, of_shift, wanted && inside);
         }
       }
@@ -514,11 +508,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
 
     const uint32_t table = ptx::shared_address(shared + params.table_at);
     float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt) + turn;  // of the segment before another
-    if (S::kTable && threadIdx.x < kTablePairs) {
-      const float* const numbers = static_cast<const float*>(args.shift) + now.expert * args.shift_batch_stride;
-      const float undo = prepare_table<X, S::kPieces, kSplitTop, kWideRowBytes>(numbers, shared + params.table_at,
-                                                                                static_cast<int>(threadIdx.x));
-      if (threadIdx.x == 0) *undo_table = undo;
+    if constexpr (S::kTable) {
+      fill_table<X, S::kPieces>(args, now.expert, shared + params.table_at, undo_table, threadIdx.x);
     }
 
     if (lane < S::kMostRows) now.row_of_lane = rows.row(min(lane, now.rows - 1));
@@ -573,7 +564,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
             of_lane_scale[j] = number(scale_bits[buffer][slot][j], args.scale_dtype, scale_bytes);
             of_lane_zero[j] = 0;
             of_lane_shift[j] = 0.f;
-            if constexpr (S::kCodes == Codes::kBytes)
+            if constexpr (S::kShift == ShiftKind::kBytes)
               of_lane_zero[j] = C::minus_bytes(ptx::low_twice(shift_bits[buffer][slot][j]));
             if constexpr (S::kSums) {
               const float scale = __uint_as_float(__float_as_uint(of_lane_scale[j]) & params.scale_mask);
@@ -595,7 +586,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
                 minus_zero[j] = S::kSums ? 0 : C::minus_zero(bias_of(kBits));
-                if constexpr (S::kCodes == Codes::kBytes) {
+                if constexpr (S::kShift == ShiftKind::kBytes) {
                   minus_zero[j] =
                       __shfl_sync(0xffffffffu, of_lane_zero[block / kGroupBlocks], atom * kAtomN + 8 * j + g);
                 }
@@ -791,7 +782,7 @@ cudaError_t launch_shape(Params params, const RaggedArgs& args, const Device& de
   }
   if constexpr (S::kWarps == kMostWarps && S::kGroups == 1 && !S::kSums) {
     if (params.units <= kFewUnits) {
-      using Few = Shape<typename S::Input, kFewWarps, S::kGroups, S::kCodes, S::kAnyTypes>;
+      using Few = Shape<typename S::Input, kFewWarps, S::kGroups, S::kShift, S::kAnyTypes>;
       return launch_shape<Few>(params, args, device, stream);
     }
   }
@@ -845,26 +836,27 @@ cudaError_t launch_typed(const RaggedArgs& ragged, const Device& device, cudaStr
   params.changes_sums = args.has_bias || args.activation != Activation::kNone;
   params.shift_bytes = element_size(args.shift_dtype);
   params.shift_stride = args.shift_batch_stride * params.shift_bytes;
-  const auto launch = [&](auto groups, auto codes) {
+  const auto launch = [&](auto groups, auto shift) {
     const auto launch_types = [&](auto any) {
-      using Of = Shape<Input, kMostWarps, groups.value, codes.value, any.value>;
+      using Of = Shape<Input, kMostWarps, groups.value, shift.value, any.value>;
       return launch_shape<Of>(params, ragged, device, stream);
     };
     if constexpr (!std::is_same_v<Input, float>) {
       const bool alike =
-          args.scale_dtype == args.x_dtype && (codes.value != Codes::kFloats || args.shift_dtype == args.x_dtype);
+          args.scale_dtype == args.x_dtype && (shift.value != ShiftKind::kFloats || args.shift_dtype == args.x_dtype);
       if (alike) return launch_types(std::false_type{});
     }
     return launch_types(std::true_type{});
   };
-  const auto launch_groups = [&](auto codes) {
-    return log2 == 0 ? launch(std::integral_constant<int, 2>{}, codes)
-                     : launch(std::integral_constant<int, 1>{}, codes);
+  const auto launch_groups = [&](auto shift) {
+    return log2 == 0 ? launch(std::integral_constant<int, 2>{}, shift)
+                     : launch(std::integral_constant<int, 1>{}, shift);
   };
-  if (args.shift_mode == ShiftMode::kTable) return launch_groups(std::integral_constant<Codes, Codes::kOfTable>{});
-  if (args.shift_mode == ShiftMode::kNone) return launch_groups(std::integral_constant<Codes, Codes::kSymmetric>{});
-  if (args.shift_dtype == DType::kU8) return launch_groups(std::integral_constant<Codes, Codes::kBytes>{});
-  return launch_groups(std::integral_constant<Codes, Codes::kFloats>{});
+  if (args.shift_mode == ShiftMode::kTable)
+    return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kTable>{});
+  if (args.shift_mode == ShiftMode::kNone) return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kNone>{});
+  if (args.shift_dtype == DType::kU8) return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kBytes>{});
+  return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kFloats>{});
 }
 
 }  // namespace wonly::ragged_resident
