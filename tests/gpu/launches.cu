@@ -232,6 +232,7 @@ void ragged_products() {
                                          {4, 14},
                                          {4, 20},
                                          {40, 36},
+                                         {300, 330},  // more tiles than multiprocessors
                                          {4, 60},
                                          {4, 110},
                                          {4, 230},
@@ -249,7 +250,7 @@ void ragged_products() {
             std::vector<int32_t> rows(ids ? m : experts);
             for (int32_t& row : rows) {
               row = ids ? static_cast<int32_t>(random_word() % (experts + 2)) - 1
-                        : static_cast<int32_t>(random_word() % static_cast<uint32_t>(m / 2 + 1));
+                        : static_cast<int32_t>(random_word() % (experts > 100 ? 3 : static_cast<uint32_t>(m / 2 + 1)));
             }
             args.rows = static_cast<int32_t*>(c.copy(rows.data(), rows.size() * 4));
             args.scratch_words = m * (kRaggedScratchPerRow + 1 + std::max(k, n) + k / 32) +

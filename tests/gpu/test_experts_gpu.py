@@ -175,13 +175,16 @@ def test_one_or_two_rows(rng, experts, group_size):
         assert_rows(y, x, weight, ids)
 
 
-# Inputs, outputs, group size, experts, rows: up to as many rows as experts, or four of each of few.
+# Inputs, outputs, group size, experts, rows: up to as many rows as experts, two of each of small ones, or four of few.
+# Of some all multiprocessors take even shares, which end within tiles.
 FEW_ROWS = [
     (128, 24, 32, 3, 12),
     (448, 200, 64, 100, 97),
     (768, 40, None, 40, 33),
     (2048, 136, 128, 8, 32),
     (256, 72, 128, 600, 150),
+    (4096, 160, 128, 100, 150),
+    (192, 136, 64, 220, 400),
     (14336, 64, 256, 5, 20),
 ]
 
