@@ -68,8 +68,10 @@ def main() -> None:
         "nvcc": command("nvcc", "--version").split("release ")[-1].split(",")[0],
         "isolated": not args.no_isolation,
     }
-    rows = json.loads(args.output.read_text())["rows"] if args.append and args.output.is_file() else []
-    report = {"commit": revision(args.commit), "rows": rows}
+    report = {"commit": revision(args.commit), "rows": []}
+    if args.append and args.output.is_file():
+        report = json.loads(args.output.read_text())
+    rows = report["rows"]
     for architectures in args.architectures:
         rows.append(machine | build(architectures, not args.no_isolation))
         print(rows[-1])
