@@ -507,7 +507,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
     prefetch_bias(args, now.expert, now.first_strip * kUnitOutputs, now.strips * kUnitOutputs, threadIdx.x);
 
     const uint32_t table = ptx::shared_address(shared + params.table_at);
-    float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt) + turn;  // of the segment before another
+    float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt) + turn;  // the segment before has the other
     if constexpr (S::kTable) {
       fill_table<X, S::kPieces>(args, now.expert, shared + params.table_at, undo_table, threadIdx.x);
     }
@@ -821,10 +821,11 @@ cudaError_t launch_typed(const RaggedArgs& ragged, const Device& device, cudaStr
   params.strips = static_cast<int>(ceil_div(args.n, kUnitOutputs));
   params.k_tiles = static_cast<int>(args.k / kUnitInputs);
   params.x_row_bytes = static_cast<int>(args.k * sizeof(Input)) + 16;
-  const float rate = device.memory_rate;
   params.saturating = device.multiprocessors;
-  if (rate > 0.f)
-    params.saturating = std::min(device.multiprocessors, static_cast<int>(rate * kMemoryShare / kReadRate));
+  if (device.memory_rate > 0.f) {
+    const int readers = static_cast<int>(device.memory_rate * kMemoryShare / kReadRate);
+    params.saturating = std::clamp(readers, 1, device.multiprocessors);
+  }
   params.split_strips =
       static_cast<int>(ceil_div(kSegmentBytes, params.k_tiles * int64_t{kUnitAtoms * kAtomWords * 4}));
   const int log2 = log2_group_blocks(args);
