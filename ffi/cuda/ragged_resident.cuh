@@ -27,7 +27,6 @@
 #include <algorithm>
 #include <climits>
 #include <cmath>
-#include <numeric>
 #include <type_traits>
 
 #include "cuda/device.h"
@@ -688,78 +687,85 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
 #endif
 }
 
-// How many slices, up to `most`, the inputs are cut into, so that `warps` warps have about as many units of up to
-// `strips` strips each. By nothing that is known on the device alone: a row's sums would depend on the others. Returns
-// the units of the warp that has most, in proportion to those of all.
-inline float share_out(int64_t strips, int64_t most, int warps, int ahead, Params* params) {
+inline int quotient_up(int a, int b) { return (a + b - 1) / b; }
+
+// How many slices, up to `most`, the inputs are cut into, so that warps have about as many units of up to `strips`
+// strips each. By nothing that is known on the device alone: a row's sums would depend on the others. Returns the units
+// of the warp that has most, in proportion to those of all.
+template <typename S>
+float share_out(int strips, int most, Params* params) {
+  const int k_tiles = params->k_tiles, fewer = quotient_up(strips * 3, 4);
+  const float of_strips = 2.f / static_cast<float>(strips), of_fewer = 1.f / static_cast<float>(fewer);
   float least = 0.f;
-  for (int slices = 1; slices <= std::min<int64_t>(most, kMostSlices); ++slices) {
-    const int64_t tiles = ceil_div(params->k_tiles, slices), used = ceil_div(params->k_tiles, tiles);
-    if (slices > 1 && tiles < ahead) break;  // a warp would ask for fewer at once
-    const auto units = [&](int64_t some) {
-      return static_cast<float>(ceil_div(some * used, warps) * tiles * warps) /
-             static_cast<float>(some * params->k_tiles);
-    };
+  for (int slices = 1; slices <= std::min(most, kMostSlices); ++slices) {
+    const int tiles = quotient_up(k_tiles, slices), used = quotient_up(k_tiles, tiles);
+    if (slices > 1 && tiles < S::kAhead) break;  // a warp would ask for fewer at once
+    const auto rounds = [&](int some) { return static_cast<float>(quotient_up(some * used, S::kWarps)); };
     // Of the most strips, and of fewer, where rows have less different experts; the finer, the better for others.
-    const float share = (2.f * units(strips) + units(ceil_div(strips * 3, 4))) / 3.f;
-    if (slices > 1 && (share > least || (share == least && warps == kFewWarps))) continue;
+    const float of_both = rounds(strips) * of_strips + rounds(fewer) * of_fewer;
+    const float share = of_both * static_cast<float>(tiles * S::kWarps);
+    if (slices > 1 && (share > least || (share == least && S::kWarps == kFewWarps))) continue;
     least = share;
-    params->slice_tiles = static_cast<int>(tiles);
-    params->slices = static_cast<int>(used);
+    params->slice_tiles = tiles;
+    params->slices = used;
   }
-  return least;
+  return least / static_cast<float>(3 * k_tiles);
 }
 
 // The same where there is no room for the sums of all strips, but of `room` strips and slices: how many strips at most
 // are a segment, a whole number for each warp. Where even shares end, half of the warps have nothing on average.
-inline float cut_up(int64_t strips, int64_t room, int warps, int ahead, Params* params) {
+template <typename S>
+float cut_up(int strips, int room, Params* params) {
+  const int k_tiles = params->k_tiles;
+  const float of_strips = 1.f / static_cast<float>(strips);
   float least = INFINITY;
   for (int slices = 1; slices <= kMostSlices; ++slices) {
-    const int64_t tiles = ceil_div(params->k_tiles, slices), used = ceil_div(params->k_tiles, tiles);
-    if (slices > 1 && tiles < ahead) break;
-    const int64_t step = warps / std::gcd(int64_t{warps}, used), segment = room / used / step * step;
+    const int tiles = quotient_up(k_tiles, slices), used = quotient_up(k_tiles, tiles);
+    if (slices > 1 && tiles < S::kAhead) break;
+    const int step = S::kWarps / std::min(S::kWarps, used & -used);  // the greatest common divisor
+    const int segment = room / used / step * step;
     if (segment <= 0) continue;
-    const int64_t segments = strips / segment, rest = strips % segment;
-    const int64_t units = (segments * segment * used / warps + ceil_div(rest * used, warps)) * tiles * warps;
-    const int64_t others = segments + (rest > 0) - 1;
-    const float share =
-        static_cast<float>(units) / static_cast<float>(strips * params->k_tiles) +
-        static_cast<float>(others * params->split_strips) / static_cast<float>(strips) +
-        static_cast<float>(others) * kUnevenEnd +
-        static_cast<float>(others + 1) * 0.5f * static_cast<float>(warps) / static_cast<float>(used * strips);
+    const int segments = strips / segment, rest = strips % segment, others = segments + (rest > 0) - 1;
+    const int rounds = segments * segment * used / S::kWarps + quotient_up(rest * used, S::kWarps);
+    const float units =
+        static_cast<float>(rounds) * static_cast<float>(tiles * S::kWarps) / static_cast<float>(k_tiles);
+    const float ends = static_cast<float>(others * params->split_strips) +
+                       static_cast<float>((others + 1) * S::kWarps) / static_cast<float>(2 * used);
+    const float share = (units + ends) * of_strips + static_cast<float>(others) * kUnevenEnd;
     if (share >= least) continue;
     least = share;
-    params->slice_tiles = static_cast<int>(tiles);
-    params->slices = static_cast<int>(used);
-    params->most_strips = static_cast<int>(segment);
+    params->slice_tiles = tiles;
+    params->slices = used;
+    params->most_strips = segment;
   }
   return least;
 }
 
 // Sets what `params` has in shared memory for tiles of `rows` rows; false where there is not enough.
-inline bool lay_out(const RaggedArgs& args, int rows, int warps, int ahead, int multiprocessors, int shared_bytes,
-                    Params* params) {
+template <typename S>
+bool lay_out(const RaggedArgs& args, int rows, int multiprocessors, int shared_bytes, Params* params) {
   // Of a tile's outputs a CTA has as many as it has with the most tiles.
   const int64_t tiles = ragged::most_tiles(ragged::own_work(args, rows));
-  const int64_t strips = ceil_div(params->strips, std::max<int64_t>(multiprocessors / tiles, 1));
-  const int64_t strip_bytes = ((rows + 1) / 2) * kSumBytes;  // of a slice
+  const int parts = std::max(multiprocessors / static_cast<int>(std::min<int64_t>(tiles, multiprocessors)), 1);
+  const int strips = quotient_up(params->strips, parts);
+  const int strip_bytes = (rows + 1) / 2 * kSumBytes;  // of a slice
   params->factors_at = kBarrierBytes + rows * params->x_row_bytes;
   params->sums_at = params->factors_at;
-  if (args.product.x_dtype == DType::kF32) {
-    const int64_t factors = rows * ceil_div(params->k_tiles, kSplitUnits);
-    params->sums_at += static_cast<int>(ceil_div(factors * 4, 16) * 16);
+  if (S::kSplit) {
+    const int factors = rows * quotient_up(params->k_tiles, kSplitUnits);
+    params->sums_at += quotient_up(factors * 4, 16) * 16;
   }
-  if (args.product.shift_mode == ShiftMode::kTable) {
-    params->table_at = static_cast<int>(ceil_div(params->sums_at, kTableAlignment) * kTableAlignment);
+  if (S::kTable) {
+    params->table_at = quotient_up(params->sums_at, kTableAlignment) * kTableAlignment;
     params->sums_at = params->table_at + kTablePairs * kWideRowBytes;
   }
-  const int64_t room = (shared_bytes - params->sums_at - find_bytes(args)) / strip_bytes, most = room / strips;
-  params->most_strips = static_cast<int>(strips);
+  const int room = (shared_bytes - params->sums_at - find_bytes(args)) / strip_bytes, most = room / strips;
+  params->most_strips = strips;
   float share = INFINITY;
-  if (most >= (rows > 1 ? 2 : 1)) share = share_out(strips, most, warps, ahead, params);  // with one few have all to do
+  if (most >= (rows > 1 ? 2 : 1)) share = share_out<S>(strips, most, params);  // with one few have all to do
   if (share > kMostShare) {
     Params cut = *params;
-    const float of_cut = cut_up(strips, room, warps, ahead, &cut);
+    const float of_cut = cut_up<S>(strips, room, &cut);
     if (of_cut < share) {
       *params = cut;
       share = of_cut;
@@ -767,8 +773,8 @@ inline bool lay_out(const RaggedArgs& args, int rows, int warps, int ahead, int 
   }
   // With less rows there is room for sums of more slices.
   if (share > kMostShare && (rows > kFewRows || share == INFINITY)) return false;
-  params->find_at = params->sums_at + static_cast<int>(params->slices * params->most_strips * strip_bytes);
-  params->units = strips * params->k_tiles;
+  params->find_at = params->sums_at + params->slices * params->most_strips * strip_bytes;
+  params->units = int64_t{strips} * params->k_tiles;
   return true;
 }
 
@@ -776,7 +782,7 @@ template <typename S>
 cudaError_t launch_shape(Params params, const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   const int multiprocessors = device.multiprocessors, shared_bytes = shared_share(device, 1);
   int rows = S::kMostRows;
-  while (!lay_out(args, rows, S::kWarps, S::kAhead, multiprocessors, shared_bytes, &params)) {
+  while (!lay_out<S>(args, rows, multiprocessors, shared_bytes, &params)) {
     if (rows == 1) return cudaErrorInvalidConfiguration;
     rows /= 2;
   }
