@@ -4,6 +4,7 @@ Linked without kernels; what launches those of ragged products is there, too, wh
 """
 
 import fcntl
+import itertools
 import math
 import os
 import shutil
@@ -277,6 +278,25 @@ def scratch_of(product: Product, mode: RowMode, *, transpose: bool = False) -> i
 GPUS = pytest.mark.parametrize(
     "gpu", [H100, PART_OF_H100, A100, L40S, T4], ids=["sm_90", "part of sm_90", "sm_80", "sm_89", "sm_75"]
 )
+
+
+@pytest.mark.parametrize("inputs", [1 << 20, (1 << 20) + 128, 1 << 26, 1 << 28])
+def test_more_inputs_than_fit(monkeypatch, dispatcher, inputs):
+    """Kernels that keep a row's inputs in shared memory leave what does not fit to others, however much it is."""
+    on(monkeypatch, H100)
+    schemes = [("float32", ShiftMode.TABLE), (None, ShiftMode.NONE), ("uint8", ShiftMode.ZEROS)]
+    for x, (shift, mode) in itertools.product(TYPES[:3], schemes):
+        dtypes = jnp.dtype(x), jnp.dtype(x), mode, shift and jnp.dtype(shift)
+        cases = [Product(m, inputs, 16, 1, 4, *dtypes, groups=inputs // 128) for m in (1, 2, 4, 8, 16)]
+        lines = [line("matmul", p, 4 * _cuda_dispatch.scratch(p, 1)) for p in cases]
+        assert [name for name, *_ in dispatcher(H100, lines)] == [_cuda_dispatch.kernel(p) for p in cases]
+        for rows in RowMode:
+            experts = [p._replace(batch=8) for p in cases]
+            lines = [(*line("ragged", p, scratch_of(p, rows)), int(rows)) for p in experts]
+            for p, said in zip(experts, dispatcher(H100, lines), strict=True):
+                assert_launchable(H100, launches(said), p)
+                name = RAGGED[launches(said)[-1][0]]
+                assert name == _cuda_experts.kernel(p, ids=rows == RowMode.IDS) != "ragged_resident", p
 
 
 @GPUS

@@ -8,8 +8,9 @@
 namespace wonly::resident {
 namespace {
 
-constexpr int kRowBytes = 128;  // of activations, half a stage of a token
-constexpr int kMostPieces = 8;  // more would wait less for the first, and copy less at once
+constexpr int kRowBytes = 128;            // of activations, half a stage of a token
+constexpr int kMostPieces = 8;            // more would wait less for the first, and copy less at once
+constexpr int64_t kMostInputs = 1 << 20;  // whose activations would fit no cluster's shared memory
 
 }  // namespace
 
@@ -52,6 +53,7 @@ bool supports(const MatmulArgs& args) {
   const bool split = args.x_dtype == DType::kF32;
   const int tokens = split || has_float_shift(args) ? 8 : kMaxTokens;
   if (args.bits != 4 || args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
+  if (args.k > kMostInputs) return false;
   if (!split && args.scale_dtype == args.x_dtype) return !has_float_shift(args) || args.shift_dtype == args.x_dtype;
   return !has_float_shift(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
 }
