@@ -41,6 +41,7 @@ _CONV, _CONV_START = 650e6, 9.0
 _SURE_CONV = 40.0  # microseconds of both, below which the kernels are taken without a comparison
 TABLE_TOKENS = 64  # up to here passes over weights with a table, without tiles, take less than dequantizing (measured)
 
+_RESIDENT_INPUTS = 1 << 20  # of more the activations would fit no cluster's shared memory
 _BAND_FIXED, _BAND_SHARED = 18 << 10, 227 << 10  # bytes of shared memory of band_conv, and what there is
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 # Rows up to which the streaming kernel of the transposed product is expected to be at least as fast as dequantized
@@ -326,7 +327,7 @@ def decode_kernel(p: Product) -> bool:
 def _resident_kernel(p: Product) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
     tokens = _RESIDENT.tokens // (1 + (p.split or p.shifted))
-    if not has_warpgroups() or p.bits != 4 or p.k % 64 or not 0 < p.m <= tokens:
+    if not has_warpgroups() or p.bits != 4 or p.k % 64 or p.k > _RESIDENT_INPUTS or not 0 < p.m <= tokens:
         return False
     if not p.split and p.scale_dtype == p.x_dtype:
         return not p.shifted or p.shift_dtype == p.x_dtype
