@@ -86,7 +86,8 @@ def pytest_runtest_makereport(item, call):
 def emulated():
     if _EMULATED is None:
         pytest.skip("needs JAX_WONLY_EMULATED (tests/emulator/emulate.py)")
-    return _EMULATED
+    yield _EMULATED
+    _EMULATED.set_gpu()
 
 
 @pytest.fixture(autouse=True)

@@ -60,6 +60,13 @@ def sizes_of(rng, experts, rows):
     return sizes, ids
 
 
+def by_expert(ids, experts):
+    """The order of rows by their experts, those without one last, and the experts' sizes."""
+    none = (ids < 0) | (ids >= experts)
+    sizes = np.bincount(ids[~none], minlength=experts).astype(np.int32)
+    return np.argsort(np.where(none, experts, ids), kind="stable"), sizes
+
+
 def check_ragged_dot(
     rng, *, experts, rows, k, n, group_size, bits, mode, dtype, activation=None, bias=None, implementation=None
 ):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from experts_cases import assert_rows
+from experts_cases import assert_rows, by_expert
 from matmul_cases import rounds_weights
 from reference import MODES, UNITS, assert_product, random_weight, random_x, repeated
 
@@ -318,24 +318,21 @@ def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
     emulated.set_gpu(multiprocessors)
     found = 0
-    try:
-        while found < 3:
-            m, k, n = int(rng.integers(17, 150)), 128 * int(rng.integers(5, 24)), int(rng.integers(100, 1200))
-            scheme = {"bits": int(rng.choice([4, 8])), "group_size": int(rng.choice([32, 64, 128]))}
-            mode, x_dtype = str(rng.choice((*MODES, "table"))), ("bfloat16", "float16", "float32")[found]
-            n = n // 8 * 8 if found else n
-            scheme |= {"bits": 4} if mode == "table" else {}
-            if chosen_cluster(m, k, n, mode, x_dtype, **scheme) != _cuda_costs.EVENLY:
-                continue
-            found += 1
-            weight = random_weight(rng, k, n, mode=mode, scale_dtype=x_dtype, **scheme)
-            x, bias = random_x(rng, (m, k), x_dtype), random_x(rng, (n,))
-            how = {"bias": bias, "activation": [None, "relu"][found % 2]}
-            y = jw.matmul(x, weight.qt, **how, implementation="cuda")
-            close = {"rounded_weights": rounds_weights("cuda", x, weight.qt), "cut_off": True}
-            assert_product(y, x, weight, **how, **close)
-    finally:
-        emulated.set_gpu()
+    while found < 3:
+        m, k, n = int(rng.integers(17, 150)), 128 * int(rng.integers(5, 24)), int(rng.integers(100, 1200))
+        scheme = {"bits": int(rng.choice([4, 8])), "group_size": int(rng.choice([32, 64, 128]))}
+        mode, x_dtype = str(rng.choice((*MODES, "table"))), ("bfloat16", "float16", "float32")[found]
+        n = n // 8 * 8 if found else n
+        scheme |= {"bits": 4} if mode == "table" else {}
+        if chosen_cluster(m, k, n, mode, x_dtype, **scheme) != _cuda_costs.EVENLY:
+            continue
+        found += 1
+        weight = random_weight(rng, k, n, mode=mode, scale_dtype=x_dtype, **scheme)
+        x, bias = random_x(rng, (m, k), x_dtype), random_x(rng, (n,))
+        how = {"bias": bias, "activation": [None, "relu"][found % 2]}
+        y = jw.matmul(x, weight.qt, **how, implementation="cuda")
+        close = {"rounded_weights": rounds_weights("cuda", x, weight.qt), "cut_off": True}
+        assert_product(y, x, weight, **how, **close)
 
 
 def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:
@@ -356,25 +353,20 @@ def test_even_shares_of_experts(emulated, rng, multiprocessors, shared_bytes):
     """Strips of all experts that the CTAs of ``ragged_resident`` share out evenly, on GPUs so small that those of few
     are, and of which they have room for the sums of some at a time."""
     emulated.set_gpu(multiprocessors, shared_bytes)
-    try:
-        for x_dtype in UNITS:
-            k, n, experts = 64 * int(rng.integers(2, 40)), 8 * int(rng.integers(8, 200)), int(rng.integers(3, 20))
-            mode, group_size = str(rng.choice((*MODES, "table"))), int(rng.choice([32, 64]))
-            weight = random_weight(rng, k, n, mode=mode, group_size=group_size, lead=(experts,), scale_dtype=x_dtype)
-            rows = int(rng.integers(2, 2 * experts + 1))
-            x, bias = random_x(rng, (rows, k), x_dtype), random_x(rng, (experts, n))
-            assert jw.explain(x, weight.qt, experts="ids", platform="cuda").kernel == "ragged_resident"
-            how = {"bias": bias, "activation": str(rng.choice(["relu", "silu"]))}
-            ids = rng.integers(-1, experts + 1, rows).astype(np.int32)
-            y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda", **how)
-            assert_rows(y, x, weight, ids, implementation="cuda" if mode != "table" else None, **how)
-            none = (ids < 0) | (ids >= experts)
-            order = np.argsort(np.where(none, experts, ids), kind="stable")
-            sizes = np.bincount(ids[~none], minlength=experts).astype(np.int32)
-            in_order = jw.ragged_dot(x[order], weight.qt, jnp.asarray(sizes), implementation="cuda", **how)
-            np.testing.assert_array_equal(in_order, y[order])
-    finally:
-        emulated.set_gpu()
+    for x_dtype in UNITS:
+        k, n, experts = 64 * int(rng.integers(2, 40)), 8 * int(rng.integers(8, 200)), int(rng.integers(3, 20))
+        mode, group_size = str(rng.choice((*MODES, "table"))), int(rng.choice([32, 64]))
+        weight = random_weight(rng, k, n, mode=mode, group_size=group_size, lead=(experts,), scale_dtype=x_dtype)
+        rows = int(rng.integers(2, 2 * experts + 1))
+        x, bias = random_x(rng, (rows, k), x_dtype), random_x(rng, (experts, n))
+        assert jw.explain(x, weight.qt, experts="ids", platform="cuda").kernel == "ragged_resident"
+        how = {"bias": bias, "activation": str(rng.choice(["relu", "silu"]))}
+        ids = rng.integers(-1, experts + 1, rows).astype(np.int32)
+        y = jw.gather_matmul(x, weight.qt, jnp.asarray(ids), implementation="cuda", **how)
+        assert_rows(y, x, weight, ids, implementation="cuda" if mode != "table" else None, **how)
+        order, sizes = by_expert(ids, experts)
+        in_order = jw.ragged_dot(x[order], weight.qt, jnp.asarray(sizes), implementation="cuda", **how)
+        np.testing.assert_array_equal(in_order, y[order])
 
 
 @pytest.mark.parametrize("multiprocessors", [4, 9])
@@ -383,23 +375,20 @@ def test_two_kernels(emulated, rng, monkeypatch, multiprocessors):
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
     emulated.set_gpu(multiprocessors)
     period, found = 64, 0
-    try:
-        while found < 2:
-            m, k, n = int(rng.integers(17, 200)), 128 * int(rng.integers(2, 9)), 8 * int(rng.integers(20, 200))
-            scheme = {"bits": int(rng.choice([4, 8])), "group_size": int(rng.choice([32, 64, 128]))}
-            few = random_weight(rng, k, period, mode=str(rng.choice(MODES)), scale_dtype="bfloat16", **scheme)
-            x, bias, qt = random_x(rng, (m, k), "bfloat16"), random_x(rng, (period,)), repeated(few.qt, n)
-            if " + " not in (jw.explain(x, qt, implementation="cuda").kernel or ""):
-                continue
-            found += 1
-            biases = jnp.tile(bias, -(-n // period))[:n]
-            activation = [None, "relu"][found % 2]
-            y = jw.matmul(x, qt, bias=biases, activation=activation, implementation="cuda")
-            close = {"rounded_weights": rounds_weights("cuda", x, qt), "cut_off": True}
-            for first in range(0, n, period):
-                width = min(period, n - first)
-                these = dataclasses.replace(few, dense=few.dense[:, :width], magnitude=few.magnitude[:, :width])
-                part = y[:, first : first + width]
-                assert_product(part, x, these, bias=bias[:width], activation=activation, **close)
-    finally:
-        emulated.set_gpu()
+    while found < 2:
+        m, k, n = int(rng.integers(17, 200)), 128 * int(rng.integers(2, 9)), 8 * int(rng.integers(20, 200))
+        scheme = {"bits": int(rng.choice([4, 8])), "group_size": int(rng.choice([32, 64, 128]))}
+        few = random_weight(rng, k, period, mode=str(rng.choice(MODES)), scale_dtype="bfloat16", **scheme)
+        x, bias, qt = random_x(rng, (m, k), "bfloat16"), random_x(rng, (period,)), repeated(few.qt, n)
+        if " + " not in (jw.explain(x, qt, implementation="cuda").kernel or ""):
+            continue
+        found += 1
+        biases = jnp.tile(bias, -(-n // period))[:n]
+        activation = [None, "relu"][found % 2]
+        y = jw.matmul(x, qt, bias=biases, activation=activation, implementation="cuda")
+        close = {"rounded_weights": rounds_weights("cuda", x, qt), "cut_off": True}
+        for first in range(0, n, period):
+            width = min(period, n - first)
+            these = dataclasses.replace(few, dense=few.dense[:, :width], magnitude=few.magnitude[:, :width])
+            part = y[:, first : first + width]
+            assert_product(part, x, these, bias=bias[:width], activation=activation, **close)

@@ -70,7 +70,7 @@ cudaError_t launch_resident(const RaggedArgs& args, const Device& device, cudaSt
                             : quick                                 ? costs::kRaggedResidentQuickRowsOfExpert
                                                                     : 1;
   const int64_t most = std::max(few, of_expert * args.experts);
-  if (device.architecture != 90 || args.m > most || !ragged_resident::supports(args.product)) {
+  if (device.architecture != 90 || args.m > most || !ragged_resident::supports(product)) {
     return cudaErrorInvalidConfiguration;
   }
   return ragged_resident::launch(args, device, stream);

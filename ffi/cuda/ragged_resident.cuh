@@ -68,7 +68,7 @@ constexpr int kNoGroups = 30;                            // log2 of a group of a
 constexpr int kMaskedIds = 128;                          // as many CTAs put in order themselves, of kOwnExperts experts
 constexpr int kMaskWords = kMaskedIds / 32;
 // What a CTA reads in a nanosecond at most, the share of memory's rate that all can have, and what one could have read
-// in the time that another segment costs. Measured on an H100 and an H200.
+// in the time that another segment costs. Measured on an H200.
 constexpr float kReadRate = 36.f, kMemoryShare = 0.9f;
 constexpr int64_t kSegmentBytes = 100000;
 constexpr float kUnevenEnd = 0.03f;  // of a CTA's time, that warps wait for each other at the end of a segment
@@ -687,20 +687,18 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
 #endif
 }
 
-inline int quotient_up(int a, int b) { return (a + b - 1) / b; }
-
 // How many slices, up to `most`, the inputs are cut into, so that warps have about as many units of up to `strips`
 // strips each. By nothing that is known on the device alone: a row's sums would depend on the others. Returns the units
 // of the warp that has most, in proportion to those of all.
 template <typename S>
 float share_out(int strips, int most, Params* params) {
-  const int k_tiles = params->k_tiles, fewer = quotient_up(strips * 3, 4);
+  const int k_tiles = params->k_tiles, fewer = static_cast<int>(ceil_div(strips * 3, 4));
   const float of_strips = 2.f / static_cast<float>(strips), of_fewer = 1.f / static_cast<float>(fewer);
   float least = 0.f;
   for (int slices = 1; slices <= std::min(most, kMostSlices); ++slices) {
-    const int tiles = quotient_up(k_tiles, slices), used = quotient_up(k_tiles, tiles);
+    const int tiles = static_cast<int>(ceil_div(k_tiles, slices)), used = static_cast<int>(ceil_div(k_tiles, tiles));
     if (slices > 1 && tiles < S::kAhead) break;  // a warp would ask for fewer at once
-    const auto rounds = [&](int some) { return static_cast<float>(quotient_up(some * used, S::kWarps)); };
+    const auto rounds = [&](int some) { return static_cast<float>(ceil_div(some * used, S::kWarps)); };
     // Of the most strips, and of fewer, where rows have less different experts; the finer, the better for others.
     const float of_both = rounds(strips) * of_strips + rounds(fewer) * of_fewer;
     const float share = of_both * static_cast<float>(tiles * S::kWarps);
@@ -720,13 +718,13 @@ float cut_up(int strips, int room, Params* params) {
   const float of_strips = 1.f / static_cast<float>(strips);
   float least = INFINITY;
   for (int slices = 1; slices <= kMostSlices; ++slices) {
-    const int tiles = quotient_up(k_tiles, slices), used = quotient_up(k_tiles, tiles);
+    const int tiles = static_cast<int>(ceil_div(k_tiles, slices)), used = static_cast<int>(ceil_div(k_tiles, tiles));
     if (slices > 1 && tiles < S::kAhead) break;
     const int step = S::kWarps / std::min(S::kWarps, used & -used);  // the greatest common divisor
     const int segment = room / used / step * step;
     if (segment <= 0) continue;
     const int segments = strips / segment, rest = strips % segment, others = segments + (rest > 0) - 1;
-    const int rounds = segments * segment * used / S::kWarps + quotient_up(rest * used, S::kWarps);
+    const int64_t rounds = segments * segment * used / S::kWarps + ceil_div(rest * used, S::kWarps);
     const float units =
         static_cast<float>(rounds) * static_cast<float>(tiles * S::kWarps) / static_cast<float>(k_tiles);
     const float ends = static_cast<float>(others * params->split_strips) +
@@ -746,17 +744,17 @@ template <typename S>
 bool lay_out(const RaggedArgs& args, int rows, int multiprocessors, int shared_bytes, Params* params) {
   // Of a tile's outputs a CTA has as many as it has with the most tiles.
   const int64_t tiles = ragged::most_tiles(ragged::own_work(args, rows));
-  const int parts = std::max(multiprocessors / static_cast<int>(std::min<int64_t>(tiles, multiprocessors)), 1);
-  const int strips = quotient_up(params->strips, parts);
+  const int64_t parts = multiprocessors / std::min<int64_t>(tiles, multiprocessors);
+  const int strips = static_cast<int>(ceil_div(params->strips, parts));
   const int strip_bytes = (rows + 1) / 2 * kSumBytes;  // of a slice
   params->factors_at = kBarrierBytes + rows * params->x_row_bytes;
   params->sums_at = params->factors_at;
   if (S::kSplit) {
-    const int factors = rows * quotient_up(params->k_tiles, kSplitUnits);
-    params->sums_at += quotient_up(factors * 4, 16) * 16;
+    const int64_t factors = rows * ceil_div(params->k_tiles, kSplitUnits);
+    params->sums_at += static_cast<int>(ceil_div(factors * 4, 16) * 16);
   }
   if (S::kTable) {
-    params->table_at = quotient_up(params->sums_at, kTableAlignment) * kTableAlignment;
+    params->table_at = static_cast<int>(ceil_div(params->sums_at, kTableAlignment) * kTableAlignment);
     params->sums_at = params->table_at + kTablePairs * kWideRowBytes;
   }
   const int room = (shared_bytes - params->sums_at - find_bytes(args)) / strip_bytes, most = room / strips;
@@ -792,14 +790,13 @@ cudaError_t launch_shape(Params params, const RaggedArgs& args, const Device& de
       return launch_shape<Few>(params, args, device, stream);
     }
   }
-  params.masked = is_masked(args);
-  if (params.masked) {
-    params.work = ragged::own_work(args, rows);
-  } else if (cudaError_t error = ragged::plan(args, rows, false, shared_bytes, stream, &params.work);
-             error != cudaSuccess) {
-    return error;
-  }
+  params.work = ragged::own_work(args, rows);
   if (ragged::most_tiles(params.work) > INT_MAX / params.strips) return cudaErrorInvalidConfiguration;
+  params.masked = is_masked(args);
+  if (!params.masked) {
+    const cudaError_t error = ragged::plan(args, rows, false, shared_bytes, stream, &params.work);
+    if (error != cudaSuccess) return error;
+  }
   // Of `each` CTAs some have strips / each - strips / (each + 1) more than with even shares, at most.
   int each = 1;
   while (each * (each + 1) * params.split_strips < params.strips) ++each;

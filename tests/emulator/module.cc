@@ -107,7 +107,8 @@ NB_MODULE(_emulated, m) {
   m.doc() = "The CUDA kernels of jax_wonly on a CPU, interpreted, as XLA FFI handlers for the platform cpu.";
   m.def("registrations", &emulator::registrations, "Custom-call targets and their handlers, as capsules.");
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); }, "As of _cuda.");
-  m.def("set_gpu", &Machine::set_gpu, nb::arg("multiprocessors") = 132, nb::arg("shared_bytes") = 232448,
+  m.def("set_gpu", &Machine::set_gpu, nb::arg("multiprocessors") = Machine::gpu.multiprocessors,
+        nb::arg("shared_bytes") = Machine::gpu.bytes_of_cta,
         "Multiprocessors, and shared memory that a CTA may have; an H100's unless said otherwise.");
   m.def("set_seed", [](uint64_t seed) { Machine::the().seed = seed; }, "Of the order in which things happen.");
   m.def(

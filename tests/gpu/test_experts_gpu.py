@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from experts_cases import (
     assert_rows,
+    by_expert,
     check_expert_gradients,
     check_non_finite_rows,
     check_rows_on_device,
@@ -214,8 +215,7 @@ def test_few_rows(rng, mode, dtype, alike):
         others = np.where(ids == ids[0], ids, rng.integers(-1, experts, rows)).astype(np.int32)
         found = jw.gather_matmul(x, weight.qt, jnp.asarray(others), implementation="cuda", **epilogue)
         np.testing.assert_array_equal(found[ids == ids[0]], y[ids == ids[0]])
-        order = np.argsort(np.where((ids < 0) | (ids >= experts), experts, ids), kind="stable")
-        sizes = np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).astype(np.int32)
+        order, sizes = by_expert(ids, experts)
         in_order = jw.ragged_dot(x[order], weight.qt, jnp.asarray(sizes), implementation="cuda", **epilogue)
         np.testing.assert_array_equal(in_order, y[order])
         few = x[: max(rows // 4, 1), None]
@@ -397,9 +397,8 @@ def test_transposed_skewed(rng, rows, share, implementation):
     dy = random_x(rng, (rows, 384), "bfloat16")
     dx = transposed(dy, weight.qt, jnp.asarray(ids), 640, False, implementation)
     assert_transposed_rows(dx, dy, weight, ids)
-    order = np.argsort(ids, kind="stable")
-    sizes = jnp.asarray(np.bincount(ids, minlength=8), jnp.int32)
-    sorted_dx = transposed(dy[order], weight.qt, sizes, 640, True, implementation)
+    order, sizes = by_expert(ids, 8)
+    sorted_dx = transposed(dy[order], weight.qt, jnp.asarray(sizes), 640, True, implementation)
     assert_transposed_rows(sorted_dx, dy[order], weight, ids[order])
     for _ in range(10):
         np.testing.assert_array_equal(transposed(dy, weight.qt, jnp.asarray(ids), 640, False, implementation), dx)
