@@ -45,6 +45,8 @@ def products(record: dict) -> Iterator[tuple[Measured, Expected]]:
         measured: dict[tuple, Measured] = defaultdict(dict)
         for k, n, m, kernel, config, us in sweep["rows"]:
             if not (kernel == "tiled" and sweep["mode"] != "table" and m < in_tiles):
+                if kernel == "resident" and len(config) == 2:
+                    config = [*config, 4]  # strips of a pass, of which records before there were others say nothing
                 measured[k, n, m][kernel, *config] = us
         for (k, n, m), times in measured.items():
             yield times, expected(sweep, k, n, m)
@@ -70,7 +72,7 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
                 yield ("warpgroup", *config), us
             numbers = costs.resident_of(file, "split_resident")
             if bits == 4 and m <= numbers.tokens // 2 and not scheme.floats:
-                for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
+                for config, us in costs.resident_times(m, k, n, 1, scheme, False, MULTIPROCESSORS, numbers):
                     yield ("resident", *config), us
             return
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
@@ -78,7 +80,7 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             yield ("tiled", tokens, splits), us
         resident = costs.resident_of(file, "resident")
         if bits == 4 and scheme.alike and m <= resident.tokens // (1 + scheme.floats):
-            for config, us in costs.resident_times(m, k, n, 1, scheme, MULTIPROCESSORS, resident):
+            for config, us in costs.resident_times(m, k, n, 1, scheme, True, MULTIPROCESSORS, resident):
                 yield ("resident", *config), us
         if not table:
             numbers = costs.warpgroups_of(file["warpgroup"])

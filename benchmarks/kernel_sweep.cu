@@ -12,7 +12,7 @@
 //       the decode kernel: atoms -1, tiles for parts
 //       the tiled kernel: atoms -2, tiles for tokens / 8, warps for splits
 //       the mma kernel: atoms -3, tiles for tokens / 8, warps for splits
-//       the resident kernel: atoms -4, tiles for parts
+//       the resident kernel: atoms -4, tiles for parts, warps for strips of a pass
 //   kernel_sweep race
 //       the same of configurations that standard input has, in turns, and an empty line after each product
 //       two kernels: atoms -5, tiles for outputs of the first, and both configurations after it
@@ -272,10 +272,12 @@ int check(int every, const char* only) {
           if (device.architecture == 90 && resident::supports(args)) {
             const int strips = static_cast<int>(ceil_div(s.n, kAtomN));
             for (int cluster : {1, 2, 4})
-              for (int parts : {1, (strips + 1) / 2, strips}) {
-                compare("resident", cluster, parts, 0, 0,
-                        [&] { return resident::launch(args, {cluster, parts}, shared_share(device, 1), nullptr); });
-              }
+              for (int atoms : {1, 2, 4})
+                for (int parts : {1, (strips + 1) / 2, strips}) {
+                  compare("resident", cluster, parts, atoms, 0, [&] {
+                    return resident::launch(args, {cluster, parts, atoms}, shared_share(device, 1), nullptr);
+                  });
+                }
           }
           if (device.architecture >= 80 && tiled::supports(args)) {
             want.swap(of_rounded);
@@ -348,7 +350,7 @@ cudaError_t launch(const Configuration& c, const Device& device, const MatmulArg
       return mma::launch(args, {8 * c.tiles, shared_tiles, c.warps, shared_share(device, mma::kCtas)}, s);
     }
     case -4:
-      return resident::launch(args, {c.cluster, c.tiles}, shared_share(device, 1), s);
+      return resident::launch(args, {c.cluster, c.tiles, c.warps}, shared_share(device, 1), s);
   }
   return stream::launch(args, {c.atoms, c.tiles, c.warps, c.cluster, shared_share(device, c.ctas)}, s);
 }
@@ -536,7 +538,8 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
       for (int cluster : {1, 2, 4}) {
         if (device.architecture != 90 || !resident::supports(calls[0])) continue;
         const int multiprocessors = cluster == 4 ? device.multiprocessors * 10 / 11 : device.multiprocessors;
-        time({-4, std::min(static_cast<int>(ceil_div(n, kAtomN)), multiprocessors / cluster), 0, cluster, 1});
+        const int parts = std::min(static_cast<int>(ceil_div(n, kAtomN)), multiprocessors / cluster);
+        for (int atoms : {1, 2, 4}) time({-4, parts, atoms, cluster, 1});
       }
       for (int tokens : kWarpgroupTokens)
         for (int warpgroups : {1, 2, 3, 4})

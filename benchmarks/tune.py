@@ -156,7 +156,7 @@ def config_of(strips: int, tiles: int, warps: int, cluster: int, ctas: int) -> t
         case -2:
             return "tiled", {"tokens": 8 * tiles, "splits": warps}
         case -4:
-            return "resident", {"cluster": cluster, "parts": tiles}
+            return "resident", {"cluster": cluster, "parts": tiles, "strips": warps}
         case -3:
             return "mma", {"tokens": 8 * tiles, "splits": warps}
         case 0:
@@ -171,8 +171,8 @@ def line_of(kernel: str, numbers: Sequence[int]) -> tuple[int, ...]:
             tokens, splits = numbers
             return -2, tokens // 8, splits, 2, 1
         case "resident":
-            cluster, parts = numbers
-            return -4, parts, 0, cluster, 1
+            cluster, parts, strips = numbers
+            return -4, parts, strips, cluster, 1
     tokens, warpgroups, cluster, *teams = numbers
     return 0, tokens // 8, warpgroups, cluster, *(teams or (1,))
 

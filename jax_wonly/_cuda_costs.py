@@ -162,15 +162,10 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
-    # Where matmul_resident takes a product too. Two tokens with float zeros or offsets are its for few outputs, from so
-    # many inputs for each on;
-    pairs: int
-    # without those everything, but one token from so many bytes of codes on, if outputs are so many times the inputs
-    # and strips of 16 of them keep so many percent of the multiprocessors busy, one token of more bytes, and batches of
-    # so many.
+    # Where matmul_resident takes a product too, without float zeros and offsets: one token from so many bytes of codes
+    # on, if inputs are so many, one token of more bytes, and batches of so many.
     rivalled: int
-    wide: int
-    even: int
+    spread: int
     heavy: int
     entries: int
 
@@ -237,6 +232,10 @@ class Resident(NamedTuple):
     filling: float
     table: float
     wide_table: float
+    teams: float
+    one_block: float
+    narrow: float
+    half_passes: float
     clusters: tuple[Cluster, ...]
 
 
@@ -483,9 +482,9 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _resident_bytes(m: int, stages: int, passes: int, cluster: int, scheme: Scheme) -> int:
+def _resident_bytes(m: int, stages: int, passes: int, cluster: int, pass_atoms: int, scheme: Scheme) -> int:
     """Shared memory that a CTA has to have: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
-    piece, tokens = 8, 16 if m > 8 else 8
+    piece, tokens = 32 // pass_atoms, 16 if m > 8 else 8
     while 8 * piece < stages:
         piece *= 2
     columns = 16 if m > 4 else 8  # of float32 activations, two numbers each
@@ -494,16 +493,28 @@ def _resident_bytes(m: int, stages: int, passes: int, cluster: int, scheme: Sche
     )
     if scheme.split:
         activations += (columns - 2 * m) * 128 + stages * columns * 2
-    of_pass = max(4, cluster) * 4 * tokens * 64
+    of_pass = max(pass_atoms, cluster) * (16 // pass_atoms) * tokens * 64
     table = PAIR_TABLE_BYTES if scheme.table else 0
     return 1024 + table + (max(activations, of_pass) if passes == 1 else activations + of_pass)
 
 
+def resident_blocks(m: int, k: int, n: int, config: tuple[int, int, int]) -> int:
+    """``resident::blocks_of`` in ``ffi/cuda/matmul_resident.cu``, of what has kernels for that."""
+    cluster, parts, pass_atoms = config
+    if m > 8 or _ceil(n, 16) > parts * pass_atoms:
+        return 0
+    blocks = _ceil(_ceil(_ceil(k, 128), cluster) * pass_atoms, 32)
+    return blocks if blocks <= 2 else 0
+
+
 def resident_times(
-    m: int, k: int, n: int, batch: int, scheme: Scheme, multiprocessors: int, costs: Resident
-) -> Iterator[tuple[tuple[int, int], float]]:
-    """Of every configuration, (cluster, parts)."""
+    m: int, k: int, n: int, batch: int, scheme: Scheme, alike: bool, multiprocessors: int, costs: Resident
+) -> Iterator[tuple[tuple[int, int, int], float]]:
+    """Of every configuration, (cluster, parts, strips of a pass). alike: whether scales are of the activations' type,
+    wherever their rows begin.
+    """
     atoms = _ceil(n, 16)
+    alike = alike and not (scheme.table or scheme.split)
     stage = (
         costs.stages
         + costs.groups * (scheme.ends > 1)
@@ -516,11 +527,20 @@ def resident_times(
         stages = _ceil(_ceil(k, 128), cluster.ctas)
         if parts == 0:
             continue
-        part_atoms, each = _ceil(atoms, parts), _ceil(stages, 4)  # stages of a warpgroup
-        passes = _ceil(part_atoms, 4)
-        if _resident_bytes(m, stages, passes, cluster.ctas, scheme) > SHARED_BYTES:
-            continue
-        us = costs.start + costs.adding * scheme.floats + costs.filling * scheme.table + cluster.start
-        us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
-        us += costs.rows * m * each
-        yield (cluster.ctas, parts), us + costs.words * part_atoms * stages / 16
+        part_atoms = _ceil(atoms, parts)
+        for pass_atoms in (4, 2, 1) if alike else (4,):
+            passes, each = _ceil(part_atoms, pass_atoms), _ceil(stages, 16 // pass_atoms)  # stages of a team
+            blocks = alike and resident_blocks(m, k, n, (cluster.ctas, parts, pass_atoms))
+            if pass_atoms == 1 and (scheme.floats or not blocks):
+                continue
+            if m > 8 and pass_atoms < 4 and passes > 1:
+                continue
+            if _resident_bytes(m, stages, passes, cluster.ctas, pass_atoms, scheme) > SHARED_BYTES:
+                continue
+            us = costs.start + costs.adding * scheme.floats + costs.filling * scheme.table + cluster.start
+            us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
+            us += costs.rows * m * each + costs.words * part_atoms * stages / 16
+            us += costs.teams * cluster.ctas * (16 // pass_atoms - 4)
+            us -= costs.one_block * (blocks == 1) + costs.narrow * (pass_atoms == 1)
+            us += costs.half_passes * (not blocks and pass_atoms < 4)
+            yield (cluster.ctas, parts, pass_atoms), us

@@ -400,19 +400,24 @@ def _warpgroup(p: Product) -> float:
 
 def _decode_is_slower(p: Product) -> bool:
     """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
+    if not p.floats and p.batch >= _DECODE.entries:
+        return False
+    times = list(_resident_times(p))
+    if not times:
+        return False
     if p.floats:
-        return p.m > 1 and _DECODE.pairs * p.outputs <= p.k and 4 * -(-p.outputs // 16) <= 3 * _gpu()[1]
-    strips, multiprocessors = -(-p.outputs // 16), _gpu()[1]
-    even = 100 * strips >= _DECODE.even * (-(-strips // multiprocessors) * multiprocessors)
-    wide = even and p.outputs >= _DECODE.wide * p.k and p.weight_bytes >= _DECODE.rivalled
-    many = wide or (p.weight_bytes >= _DECODE.heavy and not p.split)
-    faster = p.batch >= _DECODE.entries or (p.m == 1 and p.scheme.ends < 4 and many)
-    return not faster and _resident(p) < math.inf
+        few = p.m > 1 and 4 * -(-p.outputs // 16) <= 3 * _gpu()[1]
+        return few or _cuda_costs.resident_blocks(p.m, p.k, p.n, min(times, key=lambda pair: pair[1])[0]) > 0
+    if p.m > 1 or p.scheme.ends == 4:
+        return True
+    spread = p.k >= _DECODE.spread and not p.split
+    return p.weight_bytes < (_DECODE.rivalled if spread else _DECODE.heavy)
 
 
 def _resident_times(p: Product):
     costs = _SPLIT_RESIDENT if p.split else _RESIDENT
-    return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, _gpu()[1], costs)
+    alike = p.scale_dtype == p.x_dtype
+    return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, alike, _gpu()[1], costs)
 
 
 def _resident(p: Product) -> float:

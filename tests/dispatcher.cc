@@ -185,7 +185,9 @@ WONLY_SAY_WARPGROUP(launch_f32)
 #undef WONLY_SAY_PART
 
 namespace resident {
-cudaError_t say_of(const Config& config) { return say("matmul_resident", config.cluster, config.parts); }
+cudaError_t say_of(const Config& config) {
+  return say("matmul_resident", config.cluster, config.parts, config.pass_atoms);
+}
 cudaError_t launch_f16(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
 cudaError_t launch_bf16(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
 cudaError_t launch_f32(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }

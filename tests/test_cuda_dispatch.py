@@ -54,8 +54,8 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     decode = "matmul_decode" if warpgroups else "matmul_stream"
     resident = "matmul_resident" if warpgroups else "matmul_stream"
     for group_size in (None, 256, 128, 64, 32):
-        assert kernel(1, group_size) == (resident if group_size == 32 else decode)
-        assert kernel(2, group_size) == resident
+        assert kernel(1, group_size, 8192, 30720) == (resident if group_size == 32 else decode)
+        assert kernel(1, group_size) == kernel(2, group_size, 8192, 30720) == resident
     assert kernel(3, 64) == resident
     # Two tokens and groups of 32 have kernels for 16-bit types alone.
     for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
@@ -64,18 +64,18 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
             assert kernel(1, 32, **types, bits=bits) == kernel(2, 64, **types, bits=bits) == found
             other = "matmul_resident" if bits == 4 else "matmul_warpgroup"
             assert kernel(2, 32, **types, bits=bits) == (other if warpgroups else "matmul_stream")
-    # float32 activations: one token of wide weights, and what is no integer.
-    assert [kernel(m, 128, x=jnp.float32) for m in (1, 2)] == [decode, resident]
+    # float32 activations: one token of many weights, and what is no integer.
+    assert [kernel(m, 128, 8192, 30720, x=jnp.float32) for m in (1, 2)] == [decode, resident]
     assert kernel(1, 128, k=4096, n=4096, x=jnp.float32, scales=jnp.float16) == resident
     assert kernel(2, 128, x=jnp.float32, mode=ShiftMode.ZEROS, shift=jnp.uint8) == resident
     assert kernel(2, 128, x=jnp.float32, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == decode
     assert kernel(2, 32, bits=8) == decode
     # Half of a stage of 128 inputs at the end.
-    assert kernel(1, 64, k=8256, n=8192) == resident and kernel(1, None, k=8256, n=16512) == decode
+    assert kernel(1, 64, k=8256, n=8192) == resident and kernel(1, None, k=8256, n=32768) == decode
     # Many inputs for few outputs.
     assert {kernel(2, 128, 8192, n) for n in (1584, 1600)} == {resident}
     offsets = {"mode": ShiftMode.OFFSETS, "shift": jnp.bfloat16}
-    assert [kernel(2, 128, 8192, n, **offsets) for n in (1584, 1600)] == [resident, decode]
+    assert [kernel(2, 128, 16384, n, **offsets) for n in (1584, 1600)] == [resident, decode]
     assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [resident] * 2
     of_small_groups = "matmul_warpgroup" if warpgroups else "matmul_stream"
     for mode, shift, expected in (

@@ -142,17 +142,16 @@ def test_kernels_on_cuda(monkeypatch):
     ]
     assert [kernel(2, k, group_size=32, bits=8) for k in (21504, 21632)] == ["matmul_decode", "matmul_warpgroup"]
     assert {kernel(2, group_size=g) for g in (32, 64)} == {"matmul_resident"}
-    # One token: twice as many outputs as inputs, enough of them and evenly shared, or many weights.
-    assert [kernel(1, 4096, n) for n in (8176, 8192)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(1, k, 2 * k) for k in (3584, 3968)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(1, 4096, n) for n in (10560, 11008)] == ["matmul_decode", "matmul_resident"]
-    assert [kernel(1, 14336, n) for n in (14016, 14080)] == ["matmul_resident", "matmul_decode"]
-    assert {kernel(1, 4096, 14336, group_size=g) for g in (64, 256, None)} == {"matmul_decode"}
-    assert kernel(1, 4096, 14336, group_size=32) == kernel(2, 4096, 14336) == "matmul_resident"
+    # One token: many weights, or very many inputs.
+    assert [kernel(1, 8192, n) for n in (30656, 30720)] == ["matmul_resident", "matmul_decode"]
+    assert {kernel(1, 8192, 30720, group_size=g) for g in (64, 256, None)} == {"matmul_decode"}
+    assert kernel(1, 8192, 30720, group_size=32) == kernel(2, 8192, 30720) == "matmul_resident"
+    assert [kernel(1, k, 992) for k in (28032, 28160)] == ["matmul_resident", "matmul_decode"]
+    assert kernel(1, 28160, 960) == kernel(1, 28160, 992, jnp.float32) == "matmul_resident"
     # Float zeros and offsets: two tokens of many inputs for few outputs.
-    assert [kernel(2, 8192, n, mode="offsets") for n in (1584, 1600)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(2, k, 1024, mode="offsets") for k in (4096, 3968)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(1, k) for k in (43008, 43136)] == ["matmul_decode", "matmul_warpgroup"]
+    assert [kernel(2, 16384, n, mode="offsets") for n in (1584, 1600)] == ["matmul_resident", "matmul_decode"]
+    assert kernel(1, 16384, 1584, mode="offsets") == "matmul_decode"
+    assert [kernel(1, k) for k in (43008, 43136)] == ["matmul_decode", "matmul_resident"]
     assert kernel(2, bits=8) == kernel(2, lead=(16,)) == "matmul_decode"
     assert kernel(2, lead=(15,)) == "matmul_resident"
     modes = "integer_zeros", "float_zeros", "offsets"
@@ -160,11 +159,20 @@ def test_kernels_on_cuda(monkeypatch):
         assert {kernel(3, 8192, 16384, group_size=size, mode=mode) for mode in modes} == {"matmul_resident"}
     offsets = {"mode": "offsets", "group_size": 128}
     assert {kernel(1, group_size=g, mode="offsets") for g in (32, 64, 256, None)} == {"matmul_decode"}
-    assert [kernel(1, 1024, n, **offsets) for n in (1984, 2048)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(1, k, 8192, **offsets) for k in (384, 512)] == ["matmul_resident", "matmul_decode"]
-    assert [kernel(1, 4096, n, **offsets) for n in (912, 936)] == ["matmul_resident", "matmul_decode"]
-    assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (2, 8, 17, 132)} == {"matmul_decode"}
-    assert [kernel(1, 4096, 4096, lead=(batch,)) for batch in (50, 133)] == ["matmul_resident", "matmul_warpgroup"]
+    # Where a warp has more than two blocks of weights, by inputs or by outputs.
+    for m in (1, 2):
+        assert [kernel(m, 4096, n, **offsets) for n in (4224, 4240)] == ["matmul_resident", "matmul_decode"]
+        assert [kernel(m, k, 4224, **offsets) for k in (4096, 4224)] == ["matmul_resident", "matmul_decode"]
+        assert [kernel(m, 8192, n, **offsets) for n in (2112, 2128)] == ["matmul_resident", "matmul_decode"]
+    small = {"bits": 8, "group_size": 64}
+    assert [kernel(1, 1024, n, **small) for n in (1016, 1024)] == ["matmul_warpgroup", "matmul_decode"]
+    assert [kernel(1, k, 8192, **small) for k in (384, 512)] == ["matmul_warpgroup", "matmul_decode"]
+    assert [kernel(1, 4096, n, **small) for n in (912, 936)] == ["matmul_warpgroup", "matmul_decode"]
+    assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (16, 17, 132)} == {"matmul_decode"}
+    assert [kernel(1, 4096, 4096, lead=(batch,)) for batch in (14, 50, 133)] == [
+        *["matmul_resident"] * 2,
+        "matmul_warpgroup",
+    ]
     assert {kernel(4, 4096, n, bits=8) for n in (132 * 64, 132 * 64 + 1)} == {"matmul_warpgroup"}
     scheme = {"bits": 8, "mode": "offsets", "group_size": 128}
     assert [kernel(4, 4096, n, **scheme) for n in (132 * 64, 132 * 64 + 8)] == ["matmul_stream", "matmul_warpgroup"]

@@ -98,23 +98,22 @@ float stream_us(const MatmulArgs& args, const Device& device) {
   return waves > kFewWaves ? std::max(us, static_cast<float>(waves) * wave) : us;
 }
 
-// Where matmul_resident takes a product too, which is faster but for one token and many outputs, or many weights.
+// Where matmul_resident takes a product too, which is faster but for one token of very many inputs or weights, and for
+// float zeros and offsets where a warp has more than a few weights.
 bool decode_is_slower(const MatmulArgs& args, const Device& device) {
   const int64_t outputs = args.batch * args.n, weights = outputs * args.k * args.bits / 8;
-  if (has_float_shift(args)) {
-    // For few outputs two tokens of many inputs take long to prepare.
-    const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
-    return args.m > 1 && few && costs::kDecodePairs * outputs <= args.k;
-  }
-  const int64_t strips = ceil_div(outputs, kAtomN),
-                places = ceil_div(strips, device.multiprocessors) * device.multiprocessors;
-  const bool even = 100 * strips >= costs::kDecodeEven * places;
-  const bool wide = even && outputs >= costs::kDecodeWide * args.k && weights >= costs::kDecodeRivalled;
-  // Of many inputs float32 ones take longer to prepare.
-  const bool many = wide || (weights >= costs::kDecodeHeavy && args.x_dtype != DType::kF32);
-  if (args.batch >= costs::kDecodeEntries || (args.m == 1 && decode::stage_groups(args) < 4 && many)) return false;
+  const bool floats = has_float_shift(args);
+  if (!floats && args.batch >= costs::kDecodeEntries) return false;
   resident::Config config{};
-  return resident::choose(args, device.multiprocessors, shared_share(device, 1), &config) > 0.f;
+  if (resident::choose(args, device.multiprocessors, shared_share(device, 1), &config) == 0.f) return false;
+  // For few outputs two tokens of many inputs take long to prepare.
+  const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
+  if (floats) return resident::blocks_of(args, config) > 0 || (args.m > 1 && few);
+  if (args.m > 1 || decode::stage_groups(args) == 4) return true;
+  // Of very many inputs matmul_resident needs clusters of four, which not all multiprocessors have room for. float32
+  // ones take matmul_decode longer to prepare.
+  const bool spread = args.x_dtype != DType::kF32 && args.k >= costs::kDecodeSpread;
+  return weights < (spread ? costs::kDecodeRivalled : costs::kDecodeHeavy);
 }
 
 // Of few bytes of weights preparing the activations takes longer than their cheaper products save.

@@ -12,7 +12,20 @@ constexpr int kRowBytes = 128;            // of activations, half a stage of a t
 constexpr int kMostPieces = 8;            // more would wait less for the first, and copy less at once
 constexpr int64_t kMostInputs = 1 << 20;  // whose activations would fit no cluster's shared memory
 
+// Whether activations are of 16 bits, and what multiplies and shifts is of their type.
+bool is_alike(const MatmulArgs& args) {
+  return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype && args.shift_mode != ShiftMode::kTable;
+}
+
 }  // namespace
+
+int blocks_of(const MatmulArgs& args, const Config& config) {
+  const int64_t stages = ceil_div(ceil_div(args.k, kStageInputs), config.cluster);
+  if (args.m > 8 || !is_alike(args)) return 0;
+  if (ceil_div(args.n, kAtomN) > int64_t{config.parts} * config.pass_atoms) return 0;
+  const int64_t blocks = ceil_div(stages * config.pass_atoms, kAhead * kWarps);
+  return blocks <= 2 ? static_cast<int>(blocks) : 0;
+}
 
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const int64_t atoms = ceil_div(args.n, kAtomN), stages = ceil_div(args.k, kStageInputs);
@@ -20,7 +33,7 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.atoms_each = static_cast<int>(atoms / config.parts);
   layout.atoms_over = static_cast<int>(atoms % config.parts);
   layout.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
-  layout.log2_piece = 3;
+  layout.log2_piece = log2_block_stages(config.pass_atoms);
   while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
   layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
   // Activations, as many as mma.sync reads, and sums of a strip. float32 ones have two rows each and a factor for a
@@ -35,9 +48,9 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.strips_at = layout.sums_at;
   if (has_float_shift(args)) layout.strips_at += layout.stages_each * kSumBytes;
   if (split) layout.strips_at += layout.stages_each * columns / 2 * static_cast<int>(sizeof(float));
-  // A pass has a strip for each warp of a warpgroup, shared out among the cluster.
-  const int pass_bytes = std::max(kPassAtoms, config.cluster) * kWarpgroups * strip_bytes;
-  const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), kPassAtoms));
+  // A pass has a strip for each warp of a team, shared out among the cluster.
+  const int pass_bytes = std::max(config.pass_atoms, config.cluster) * (kWarps / config.pass_atoms) * strip_bytes;
+  const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), config.pass_atoms));
   layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
   layout.bytes = layout.strips_at + layout.passes * pass_bytes;
   if (layout.passes == 0 && passes == 1 && std::max(layout.strips_at, x_at + pass_bytes) <= shared_bytes) {
@@ -46,6 +59,7 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
     layout.passes = 1;
     layout.over_activations = true;
   }
+  layout.blocks = blocks_of(args, config);
   return layout;
 }
 
@@ -56,6 +70,11 @@ bool supports(const MatmulArgs& args) {
   if (args.k > kMostInputs) return false;
   if (!split && args.scale_dtype == args.x_dtype) return !has_float_shift(args) || args.shift_dtype == args.x_dtype;
   return !has_float_shift(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
+}
+
+bool has_passes(const MatmulArgs& args, const Config& config) {
+  if (config.pass_atoms == 1) return !has_float_shift(args) && blocks_of(args, config) > 0;
+  return config.pass_atoms == kMostPassAtoms || is_alike(args);
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
@@ -74,18 +93,27 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
     const int64_t clusters = static_cast<int64_t>(static_cast<float>(multiprocessors) * cluster.share) / cluster.ctas;
     const int64_t parts = std::min(atoms, clusters / args.batch), stages = ceil_div(all_stages, cluster.ctas);
     if (parts == 0) continue;
-    const Config candidate{cluster.ctas, static_cast<int>(parts)};
-    if (layout(args, candidate, shared_bytes).passes == 0) continue;
-    const int64_t part_atoms = ceil_div(atoms, parts), passes = ceil_div(part_atoms, kPassAtoms);
-    const int64_t each = ceil_div(stages, kWarpgroups);
-    const float us = costs.start + (sums ? costs.adding : 0.f) + (table ? costs.filling : 0.f) + cluster.start +
-                     costs.passes * static_cast<float>(passes) +
-                     costs.turns * static_cast<float>(passes * ceil_div(each, 2 * kAhead)) +
-                     stage * static_cast<float>(passes * each) + costs.rows * static_cast<float>(args.m * each) +
-                     costs.words * static_cast<float>(part_atoms * stages) / (kPassAtoms * kWarpgroups);
-    if (least == 0.f || us < least) {
-      least = us;
-      *config = candidate;
+    const int64_t part_atoms = ceil_div(atoms, parts);
+    for (int pass_atoms = kMostPassAtoms; pass_atoms > 0; pass_atoms /= 2) {
+      const Config candidate{cluster.ctas, static_cast<int>(parts), pass_atoms};
+      const int64_t passes = ceil_div(part_atoms, pass_atoms), each = ceil_div(stages, kWarps / pass_atoms);
+      if (!has_passes(args, candidate) || layout(args, candidate, shared_bytes).passes == 0) continue;
+      // Of sixteen tokens half passes were faster where they are the only ones.
+      if (args.m > 8 && pass_atoms < kMostPassAtoms && passes > 1) continue;
+      float us = costs.start + (sums ? costs.adding : 0.f) + (table ? costs.filling : 0.f) + cluster.start +
+                 costs.passes * static_cast<float>(passes) +
+                 costs.turns * static_cast<float>(passes * ceil_div(each, 2 * kAhead)) +
+                 stage * static_cast<float>(passes * each) + costs.rows * static_cast<float>(args.m * each) +
+                 costs.words * static_cast<float>(part_atoms * stages) / kWarps;
+      us += costs.teams * static_cast<float>(cluster.ctas * (kWarps / pass_atoms - kWarps / kMostPassAtoms));
+      const int blocks = blocks_of(args, candidate);
+      if (blocks == 1) us -= costs.one_block;
+      if (pass_atoms == 1) us -= costs.narrow;
+      if (blocks == 0 && pass_atoms < kMostPassAtoms) us += costs.half_passes;
+      if (least == 0.f || us < least) {
+        least = us;
+        *config = candidate;
+      }
     }
   }
   return least;

@@ -1,11 +1,12 @@
 // The product for up to 16 tokens on Hopper: mma.sync with the weights loaded from global memory to the registers that
 // they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
 //
-// A CTA owns a run of outputs and walks over them 64 at a time. Its warpgroups split the inputs by stages of 128, and
-// the warps of one have a strip of 16 outputs each; a lane loads its words, some stages at once, into one of two sets
-// of registers, and the next into the other as soon as these have come. The tensor copy engine brings the activations
-// in pieces, so that the first products wait only for the first piece; no warp waits for another, so wgmma, which goes
-// at the pace of the last of four and takes as long for eight columns as for sixteen, would be slower. Codes become
+// A CTA owns a run of outputs and walks over them in passes of one, two or four strips of 16. Of its sixteen warps as
+// many as a pass has strips are a team; teams split the inputs by stages of 128, and the warps of one have a strip
+// each. A lane loads its words, some stages at once, into one of two sets of registers, and the next into the other as
+// soon as these have come. The tensor copy engine brings the activations in pieces, so that the first products wait
+// only for the first piece; no warp waits for another, so wgmma, which goes at the pace of the last of four and takes
+// as long for eight columns as for sixteen, would be slower. Codes become
 // (code - zero) * 2^-13 exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of
 // groups of 32 each lane of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply
 // the sums of the activations of 32 inputs, which are made before the first products: one more product of tf32 numbers,
@@ -53,16 +54,13 @@ constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cl
 constexpr int kCopiedAt = 256;    // and those of pieces of float32 activations before they are split
 constexpr int kUndoAt = 768;      // behind them what undoes a table's power of two
 static_assert(kTableBytes == kTablePairs * kWideRowBytes);
-constexpr int kThreads = kWarpgroups * 128;  // that multiply
-constexpr int kSplitWarps = kWarpgroups;     // that split float32 activations, each for the stages of one warpgroup
-constexpr int kSplitRows = 4;                // tokens of a stage at once
-constexpr int kUnscalePower = 13;            // Convert::kUnscale is this power of two
+constexpr int kThreads = kWarps * 32;  // that multiply
+constexpr int kSplitWarps = 4;         // that split float32 activations, each for the stages of one team
+constexpr int kSplitRows = 4;          // tokens of a stage at once
+constexpr int kUnscalePower = 13;      // Convert::kUnscale is this power of two
 constexpr int kBits = 4;
 constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
-constexpr int kStepTiles = kWarpgroups * kTiles;      // from a stage of a warpgroup to its next
 constexpr int kTurn = 2 * kAhead;
-constexpr int kLog2BlockStages = 3;  // of all warpgroups: a piece of the activations has as many or more
-static_assert(1 << kLog2BlockStages == kAhead * kWarpgroups);
 constexpr uint32_t kTf32Bits = 0xffffe000u;  // of a float32
 constexpr int kStageBlocks = kStageInputs / 32;
 constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks of 32
@@ -79,7 +77,7 @@ struct Params {
   bool plain_results;     // of the activations' type
   bool changes_sums;      // by a bias or an activation function
   bool stores_sums;       // plain, nothing changes them, and of 16 bits pairs of neighbours are aligned
-  int step_scales;        // from those of a stage of a warpgroup to those of its next
+  int step_scales;        // from those of a stage of a team to those of its next
   int scale_bytes;
   Divisor of_tokens;  // of rows of those
   uint32_t none;      // zero, which the compiler does not know
@@ -91,11 +89,15 @@ struct Params {
 
 // kGroups: scales of a stage, at least as many as it has groups. kAnyScales: these are of any type, not of 16-bit
 // activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
-template <typename Input, int kColumns_, int kGroups_, ShiftKind kShift_, bool kAnyScales_>
+template <typename Input, int kPass, int kBlocks_, int kColumns_, int kGroups_, ShiftKind kShift_, bool kAnyScales_>
 struct Shape {
   static constexpr bool kSplit = std::is_same_v<Input, float>, kAnyScales = kAnyScales_;
   using X = std::conditional_t<kSplit, __half, Input>;
   static constexpr int kColumns = kColumns_, kGroups = kGroups_;
+  static constexpr int kPassAtoms = kPass, kTeams = kWarps / kPass;
+  static constexpr int kBlocks = kBlocks_;            // of kAhead stages that a warp has, of one strip; 0: any, of any
+  static constexpr int kStepTiles = kTeams * kTiles;  // from a stage of a team to its next
+  static constexpr int kLog2Block = log2_block_stages(kPass);  // a piece of the activations has as many stages, or more
   static constexpr ShiftKind kShift = kShift_;
   static constexpr int kShiftSize = kShift == ShiftKind::kFloats ? 2 : kShift == ShiftKind::kBytes ? 1 : 0;  // in bytes
   static constexpr int kTokens = kSplit ? 8 : kColumns;
@@ -119,12 +121,12 @@ struct Shape {
 };
 
 // float32 activations in a CTA's shared memory become two fp16 numbers each, in their place, by a warp: rows `first` to
-// first + kSplitRows - 1, below `end`, of the stages of a warpgroup, each a token's inputs of a stage. They are
+// first + kSplitRows - 1, below `end`, of the stages of a team, each a token's inputs of a stage. They are
 // multiplied by the power of two that makes the largest of them 2^14 or more; the numbers are then exact to 2^-22 of an
 // activation, or 2^-39 of that largest one. A factor undoes it. Rows of 64 inputs are swizzled as the tensor copy
 // engine does that for 16-bit ones.
 template <typename S>
-__device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Divisor& tokens, int warpgroup, int lane,
+__device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Divisor& tokens, int team, int lane,
                                            int first, int end) {
   uint4 values[kSplitRows];
   uint32_t largest[kSplitRows];  // bits of the magnitude, or of a NaN
@@ -133,9 +135,9 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Div
   for (int i = 0; i < kSplitRows; ++i) {
     int token;
     const int step = tokens.divide(min(first + i, end - 1), &token);
-    const int tile = step * kStepTiles + warpgroup * kTiles + lane / 16;
+    const int tile = step * S::kStepTiles + team * kTiles + lane / 16;
     row_of[i] = 2 * (tile * static_cast<int>(tokens.divisor) + token);
-    factor_of[i] = (step * kWarpgroups + warpgroup) * S::kFactors + token;
+    factor_of[i] = (step * S::kTeams + team) * S::kFactors + token;
     values[i] = *reinterpret_cast<const uint4*>(x + row_of[i] * 128 + lane % 16 * 16);
   }
 #pragma unroll
@@ -193,6 +195,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   using X = typename S::X;
   using C = Convert<X>;
   constexpr int kTokens = S::kTokens, kColumns = S::kColumns, kGroups = S::kGroups;
+  constexpr int kPassAtoms = S::kPassAtoms, kTeams = S::kTeams, kStepTiles = S::kStepTiles;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   // Warps that split activations come first, as the schedulers prefer those; in these numbers after the others.
   const unsigned thread = threadIdx.x - (S::kAllThreads - kThreads);
   const int warp = thread / 32;
-  const int warpgroup = __shfl_sync(0xffffffffu, warp / 4, 0);
+  const int team = __shfl_sync(0xffffffffu, warp / kPassAtoms, 0);
   const int cluster = 1 << params.log2_cluster;
   const int rank = static_cast<int>(blockIdx.x) & (cluster - 1);
   const int part = static_cast<int>(blockIdx.x) >> params.log2_cluster;
@@ -230,16 +233,16 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     const int next = piece + S::kFirstPieces;
     if (S::kLater && next < pieces && ptx::elect_one()) copy_piece(next);
   };
-  // Of float32 activations a warp for each warpgroup splits all pieces, or all but the first.
+  // Of float32 activations a warp for each team splits all pieces, or all but the first.
   float* const factors = reinterpret_cast<float*>(shared + layout.sums_at);
-  const int piece_rows = (tokens << layout.log2_piece) / kWarpgroups;  // of a warpgroup, as split_rows counts them
+  const int piece_rows = (tokens << layout.log2_piece) / kTeams;  // of a team, as split_rows counts them
   if constexpr (S::kSplit) {
-    if (warpgroup >= kWarpgroups) {
+    if (team >= kTeams) {
       __syncthreads();
       if (cluster > 1) ptx::cluster_arrive();
       const int of = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
       const int stages = (cta_tiles + kTiles - 1) / kTiles;
-      const int rows = (stages - of + kWarpgroups - 1) / kWarpgroups * tokens;
+      const int rows = (stages - of + kTeams - 1) / kTeams * tokens;
 #pragma unroll 1
       for (int piece = 0; piece < pieces; ++piece) {
         ptx::barrier_wait(copied + piece, 0);
@@ -261,43 +264,20 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   // rows g and g + 8 of its warp's strip, of small groups those that block t of a stage belongs to. What is not loaded
   // is multiplied by activations of zero, or belongs to outputs that nobody stores. No load stands in a branch, where
   // it would wait for those before.
-  const int lane_tiles = cta_tiles - warp / 4 * kTiles;  // in registers of a lane, where arithmetic is faster
+  const int lane_tiles = cta_tiles - warp / kPassAtoms * kTiles;  // in registers of a lane, where arithmetic is faster
   const int turns = (cta_tiles + kTurn * kStepTiles - 1) / (kTurn * kStepTiles);
   uint4 words[2][kAhead][kTiles] = {};
   uint32_t scale_bits[2][kAhead][2] = {}, shift_bits[2][kAhead][2] = {};
   const int scale_bytes = S::kAnyScales ? params.scale_bytes : 2;
-  const int first_strip = first_atom + warp % 4;
-  int fetch_atoms = atoms - warp % 4;  // from the strip on that is loaded
-  int fetch_block = 0, fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
+  const int first_strip = first_atom + warp % kPassAtoms;
+  int fetch_atoms = atoms - warp % kPassAtoms;  // from the strip on that is loaded
+  int fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
   int fetch_rows = params.outputs - first_strip * kAtomN - g;  // outputs from row g on
-  const int first_tile = first_strip / kAtomsPerTile * params.k_tiles + (first_stage + warp / 4) * kTiles;
-  const uint32_t* fetch_words =
-      params.qw + static_cast<int64_t>(first_tile) * kTileWords + (first_strip % kAtomsPerTile * kAtomWords + lane * 4);
-  const int first_group = (first_stage + warp / 4) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
-  int64_t first_scale = static_cast<int64_t>(first_group) * params.outputs + (first_strip * kAtomN + g);
-  const uint8_t* fetch_zeros = nullptr;  // of one byte; what has two lies as scales do
-  int64_t to_shift = 0;                  // from scales
-  if constexpr (S::kShiftSize > 0) {
-    const auto* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * S::kShiftSize;
-    fetch_zeros = shift + first_scale;
-    to_shift = shift - (params.scales + batch * args.scales_batch_stride * scale_bytes);
-  }
-  if (batch > 0) {
-    fetch_words += batch * args.qw_batch_stride;
-    first_scale += batch * args.scales_batch_stride;
-  }
-  const uint8_t* fetch_scales = params.scales + first_scale * scale_bytes;
-  // Four bytes of scales are loaded where those may be float32: where a scale is in them, as the upper part of a
-  // number.
-  uint32_t scale_part = 0;
-  if constexpr (S::kAnyScales) {
-    const uint64_t odd = reinterpret_cast<uint64_t>(fetch_scales) & 2;
-    fetch_scales -= odd;
-    scale_part = scale_bytes == 4 ? 0x3210 : odd == 0 ? 0x1044 : 0x3244;
-  }
-  // `none` is zero. The first loads are not ones that the compiler may put behind the barrier after them.
-  const auto fetch_blocks = [&](auto first, int buffer, uint32_t none) {
-    const int left = fetch_tiles | static_cast<int>(none);
+  const int first_tile = static_cast<int>(static_cast<unsigned>(first_strip) / kAtomsPerTile) * params.k_tiles +
+                         (first_stage + warp / kPassAtoms) * kTiles;
+  const uint32_t* fetch_words = params.qw + static_cast<int64_t>(first_tile) * kTileWords +
+                                (static_cast<unsigned>(first_strip) % kAtomsPerTile * kAtomWords + lane * 4);
+  const auto fetch_words_of = [&](auto first, int buffer, int left) {
 #pragma unroll
     for (int stage = 0; stage < kAhead; ++stage) {
 #pragma unroll
@@ -305,44 +285,16 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         const int at = stage * kStepTiles + tile;
         ptx::load_once<!first.value>(words[buffer][stage][tile], fetch_words + at * kTileWords, at < left);
       }
-      const bool wanted = stage * kStepTiles + (kGroups > 1 ? t / 2 : 0) < left;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool of_row = wanted && 8 * i < fetch_rows;
-        uint32_t (&scale)[2] = scale_bits[buffer][stage], (&zero)[2] = shift_bits[buffer][stage];
-        // A group that half a stage does not have keeps nothing of others, which may be infinite.
-        if (kGroups > 1 && !wanted) scale[i] = zero[i] = 0;
-        ptx::load_part<S::kAnyScales ? 4 : 2, !first.value>(scale[i], fetch_scales + 8 * scale_bytes * i, of_row);
-        if constexpr (S::kShift == ShiftKind::kBytes)
-          ptx::load_part<1, !first.value>(zero[i], fetch_zeros + 8 * i, of_row);
-        if constexpr (S::kSums) {
-          ptx::load_part<2, !first.value>(zero[i], fetch_scales + to_shift + 16 * i, of_row);
-        }
-      }
-      fetch_scales += params.step_scales * scale_bytes;
-      fetch_zeros += params.step_scales;
-    }
-    fetch_words += kAhead * kStepTiles * kTileWords;
-    fetch_tiles -= kAhead * kStepTiles;
-    if (++fetch_block == 2 * turns) {  // the same tiles of the next strips
-      fetch_block = 0;
-      fetch_words += (params.k_tiles - turns * (kTurn * kStepTiles)) * static_cast<int64_t>(kTileWords);
-      const int64_t back = static_cast<int64_t>(turns * kTurn) * params.step_scales;
-      fetch_scales += (kPassAtoms * kAtomN - back) * scale_bytes;
-      fetch_zeros += kPassAtoms * kAtomN - back;
-      fetch_rows -= kPassAtoms * kAtomN;
-      fetch_atoms -= kPassAtoms;
-      fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
     }
   };
-  fetch_blocks(std::true_type{}, 0, 0);
-
-  float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt);
-  if constexpr (S::kTable) fill_table<X, S::kPieces>(args, batch, shared + kBarrierBytes, undo_table, thread);
+  if (batch > 0) fetch_words += batch * args.qw_batch_stride;
+  // The first words before all else, and not as loads that the compiler may put behind the barrier after them. The
+  // branch behind them keeps what asking for scales takes from being put before them.
+  fetch_words_of(std::true_type{}, 0, fetch_tiles);
 
   // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
   // there is room for sums.
-  const int round_atoms = min(atoms, layout.passes * kPassAtoms);
+  const int round_atoms = S::kBlocks > 0 ? atoms : min(atoms, layout.passes * kPassAtoms);
   const auto mine_of = [&](int of_round) { return (of_round - rank + cluster - 1) >> params.log2_cluster; };
   if (warp == 0 && ptx::elect_one()) {
 #pragma unroll 1
@@ -355,8 +307,73 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     ptx::barrier_init_fence();
 #pragma unroll 1
     for (int i = 0; i < (S::kLater ? min(pieces, S::kFirstPieces) : pieces); ++i) copy_piece(i);
-    ptx::barrier_expect(received, cluster * mine_of(round_atoms) * (kWarpgroups * S::kStripBytes));
+    ptx::barrier_expect(received, cluster * mine_of(round_atoms) * (kTeams * S::kStripBytes));
   }
+
+  const int first_group =
+      (first_stage + warp / kPassAtoms) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
+  int64_t first_scale = static_cast<int64_t>(first_group) * params.outputs + (first_strip * kAtomN + g);
+  const uint8_t* fetch_zeros = nullptr;  // of one byte; what has two lies as scales do
+  int64_t to_shift = 0;                  // from scales
+  if constexpr (S::kShiftSize > 0) {
+    const auto* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * S::kShiftSize;
+    fetch_zeros = shift + first_scale;
+    to_shift = shift - (params.scales + batch * args.scales_batch_stride * scale_bytes);
+  }
+  if (batch > 0) first_scale += batch * args.scales_batch_stride;
+  const uint8_t* fetch_scales = params.scales + first_scale * scale_bytes;
+  // Four bytes of scales are loaded where those may be float32: where a scale is in them, as the upper part of a
+  // number.
+  uint32_t scale_part = 0;
+  if constexpr (S::kAnyScales) {
+    const uint64_t odd = reinterpret_cast<uint64_t>(fetch_scales) & 2;
+    fetch_scales -= odd;
+    scale_part = scale_bytes == 4 ? 0x3210 : odd == 0 ? 0x1044 : 0x3244;
+  }
+  const auto fetch_scales_of = [&](auto first, int buffer, int left) {
+#pragma unroll
+    for (int stage = 0; stage < kAhead; ++stage) {
+      const bool wanted = stage * kStepTiles + (kGroups > 1 ? t / 2 : 0) < left;
+      const int64_t step = stage * params.step_scales;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool of_row = wanted && 8 * i < fetch_rows;
+        uint32_t (&scale)[2] = scale_bits[buffer][stage], (&zero)[2] = shift_bits[buffer][stage];
+        // A group that half a stage does not have keeps nothing of others, which may be infinite.
+        if (kGroups > 1 && !wanted) scale[i] = zero[i] = 0;
+        const uint8_t* const from = fetch_scales + step * scale_bytes;
+        ptx::load_part<S::kAnyScales ? 4 : 2, !first.value>(scale[i], from + 8 * scale_bytes * i, of_row);
+        if constexpr (S::kShift == ShiftKind::kBytes)
+          ptx::load_part<1, !first.value>(zero[i], fetch_zeros + step + 8 * i, of_row);
+        if constexpr (S::kSums) ptx::load_part<2, !first.value>(zero[i], from + to_shift + 16 * i, of_row);
+      }
+    }
+  };
+  // From what has been asked for to what is next: where that `ends` a strip's tiles, the same ones of the next strips.
+  const auto advance = [&](bool ends) {
+    fetch_words += kAhead * kStepTiles * kTileWords;
+    fetch_scales += kAhead * params.step_scales * scale_bytes;
+    fetch_zeros += kAhead * params.step_scales;
+    fetch_tiles -= kAhead * kStepTiles;
+    if (!ends) return;
+    // Strips of a packed tile lie one behind the other.
+    const bool of_next_tile =
+        kPassAtoms == kAtomsPerTile || (first_atom + atoms - fetch_atoms) % kAtomsPerTile + kPassAtoms >= kAtomsPerTile;
+    fetch_words += ((of_next_tile ? params.k_tiles - 1 : 0) - turns * (kTurn * kStepTiles)) * int64_t{kTileWords};
+    fetch_words += kPassAtoms * kAtomWords;
+    const int64_t back = static_cast<int64_t>(turns * kTurn) * params.step_scales;
+    fetch_scales += (kPassAtoms * kAtomN - back) * scale_bytes;
+    fetch_zeros += kPassAtoms * kAtomN - back;
+    fetch_rows -= kPassAtoms * kAtomN;
+    fetch_atoms -= kPassAtoms;
+    fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
+  };
+  fetch_scales_of(std::true_type{}, 0, fetch_tiles);
+  advance(false);
+
+  float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt);
+  if constexpr (S::kTable) fill_table<X, S::kPieces>(args, batch, shared + kBarrierBytes, undo_table, thread);
+
   if (params.changes_sums && warp != 0) {  // and not before the barriers, for which all wait
     prefetch_bias(args, batch, first_atom * kAtomN, atoms * kAtomN, static_cast<int>(thread) - 32);
   }
@@ -366,10 +383,11 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   if (S::kAllSplit && cta_tiles > 0) {
     ptx::barrier_wait(copied, 0);
     const int stages = (cta_tiles + kTiles - 1) / kTiles;
-    const int end = min(piece_rows, (stages - warpgroup + kWarpgroups - 1) / kWarpgroups * tokens);
+    const int end = min(piece_rows, (stages - team + kTeams - 1) / kTeams * tokens);
 #pragma unroll 1
-    for (int row = __shfl_sync(0xffffffffu, warp % 4, 0) * kSplitRows; row < end; row += 4 * kSplitRows) {
-      split_rows<S>(x, factors, params.of_tokens, warpgroup, lane, row, end);
+    for (int row = __shfl_sync(0xffffffffu, warp % kPassAtoms, 0) * kSplitRows; row < end;
+         row += kPassAtoms * kSplitRows) {
+      split_rows<S>(x, factors, params.of_tokens, team, lane, row, end);
     }
     __syncwarp();
     if (ptx::arrives(lane)) ptx::barrier_arrive(arrived);
@@ -383,18 +401,18 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     __syncthreads();
   }
 
-  const int tiles = cta_tiles - warpgroup * kTiles;
-  // Where this lane's rows of activations for ldmatrix are: of a warpgroup's first stage, and its next stages a
+  const int tiles = cta_tiles - team * kTiles;
+  // Where this lane's rows of activations for ldmatrix are: of a team's first stage, and its next stages a
   // multiple of eight rows further, so that the swizzle is the same.
   const int rows = S::kSplit ? 2 * tokens : tokens;
   uint32_t of_tile[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const int row = (warpgroup * kTiles + tile) * rows + (S::kSplit ? min(lane % 8, rows - 1) : lane % 8);
+    const int row = (team * kTiles + tile) * rows + (S::kSplit ? min(lane % 8, rows - 1) : lane % 8);
     of_tile[tile] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
   }
   const uint32_t stage_step = kStepTiles * rows * 128;
-  const uint32_t of_factors = ptx::shared_address(sums + (warpgroup * S::kFactors + t) * 4);
+  const uint32_t of_factors = ptx::shared_address(sums + (team * S::kFactors + t) * 4);
   const uint32_t table = ptx::shared_address(shared + kBarrierBytes);
   const float unscale = S::kTable ? *undo_table : S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
   const int most_mine = (round_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
@@ -403,25 +421,32 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   for (int round_atom = 0, phase = 0;; round_atom += round_atoms, phase ^= 1) {
     const int end_atom = min(round_atom + round_atoms, atoms);
 #pragma unroll 1
-    for (int pass_atom = round_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
+    for (int pass_atom = round_atom; pass_atom < (S::kBlocks > 0 ? 1 : end_atom); pass_atom += kPassAtoms) {
       float acc[kTokens / 2] = {};
       uint32_t stage_at = 0;
       int left = tiles, block = 0;
 #pragma unroll 1
-      for (int turn = 0; turn < turns; ++turn) {
+      for (int turn = 0; turn < (S::kBlocks > 0 ? 1 : turns); ++turn) {
 #pragma unroll
-        for (int i = 0; i < kTurn; ++i) {
+        for (int i = 0; i < (S::kBlocks > 0 ? S::kBlocks * kAhead : kTurn); ++i) {
           const int buffer = i / kAhead, slot = i % kAhead;
           const uint4(&stage_words)[kTiles] = words[buffer][slot];
           // Loads are counted together, so whoever waits for some waits for all that were asked for before. The next
-          // ones therefore go out when these have come, which a condition that depends on them makes sure of.
-          if (slot == 0) fetch_blocks(std::false_type{}, 1 - buffer, stage_words[0].x & params.none);
+          // ones therefore go out when these have come, which a number that depends on them makes sure of, but is zero.
+          // The second ones do not when stages of the first are still to be multiplied, as the compiler would have it.
+          if (slot == 0 && (S::kBlocks == 0 || buffer + 1 < S::kBlocks)) {
+            const uint32_t come = stage_words[0].x | (buffer > 0 ? __float_as_uint(acc[0]) : 0);
+            const int fetch_left = fetch_tiles | static_cast<int>(come & params.none);
+            fetch_words_of(std::false_type{}, 1 - buffer, fetch_left);
+            fetch_scales_of(std::false_type{}, 1 - buffer, fetch_left);
+            advance(S::kBlocks == 0 && buffer == 0 && turn == turns - 1);
+          }
           if (i * kStepTiles < left) {
             if (!S::kSums && slot == 0 && pass_atom == 0) {
-              const int piece = block << kLog2BlockStages >> layout.log2_piece;
+              const int piece = block << S::kLog2Block >> layout.log2_piece;
               ptx::barrier_wait(arrived + piece, 0);
-              if constexpr (S::kLater && !S::kSplit) {  // by the first warpgroup, which has a stage of every piece
-                const bool begins = piece << layout.log2_piece == block << kLog2BlockStages;
+              if constexpr (S::kLater && !S::kSplit) {  // by the first team, which has a stage of every piece
+                const bool begins = piece << layout.log2_piece == block << S::kLog2Block;
                 if (warp == 0 && begins) copy_next(piece);
               }
             }
@@ -434,7 +459,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
             // Products of one chain wait for each other.
             constexpr int kChains = kGroups > 1 ? kGroups : kColumns == 8 ? 2 : 1;
             constexpr int kChainBlocks = kStageBlocks / kChains;
-            const int stage = turn * kTurn + i;  // of this warpgroup
+            const int stage = turn * kTurn + i;  // of this team
             float part_sums[kChains][kColumns / 2] = {}, shift_sums[4] = {};
             if constexpr (S::kSums) {
               uint32_t pieces_of[4];
@@ -445,8 +470,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
                 pieces_of[j] = __float_as_uint(product) & kTf32Bits;
                 pieces_of[j + 2] = __float_as_uint(product - __uint_as_float(pieces_of[j]));
               }
-              const uint32_t of_sums =
-                  ptx::shared_address(sums + (warpgroup + stage * kWarpgroups) * kSumBytes + lane * 4);
+              const uint32_t of_sums = ptx::shared_address(sums + (team + stage * kTeams) * kSumBytes + lane * 4);
 #pragma unroll
               for (int j = 0; j < 2; ++j) {
                 const uint32_t sum = ptx::load_shared(of_sums + j * (kSumBytes / 2));
@@ -513,7 +537,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
             if constexpr (S::kSplit) {  // of rows g and g + 8 of a token of every four
 #pragma unroll
               for (int four = 0; four < kColumns / 8; ++four) {
-                const uint32_t at = of_factors + (stage * kWarpgroups * S::kFactors + four * 4) * 4;
+                const uint32_t at = of_factors + (stage * kTeams * S::kFactors + four * 4) * 4;
                 const float factor = __uint_as_float(ptx::load_shared(at));
 #pragma unroll
                 for (int row = 0; row < 2; ++row) {
@@ -542,8 +566,8 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       }
       // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of eight tokens
       // lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1, of float32 activations t and t + 4.
-      const int atom = pass_atom + warp % 4, of_round = atom - round_atom;
-      const int at_strip = (rank * kWarpgroups + warpgroup) * most_mine + (of_round >> params.log2_cluster);
+      const int atom = pass_atom + warp % kPassAtoms, of_round = atom - round_atom;
+      const int at_strip = (rank * kTeams + team) * most_mine + (of_round >> params.log2_cluster);
 #pragma unroll
       for (int block = 0; block < kTokens / 8; ++block) {
         const float* const of_block = acc + 4 * block;
@@ -564,15 +588,18 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       const uint8_t* at = strips + i * 512 + lane * 16;
 #pragma unroll 1
       for (int other = 0; other < cluster; ++other) {
-        float of_rank[4] = {};
 #pragma unroll
-        for (int other_warpgroup = 0; other_warpgroup < kWarpgroups; ++other_warpgroup) {
-          const float4 v = *reinterpret_cast<const float4*>(at);
-          of_rank[0] += v.x, of_rank[1] += v.y, of_rank[2] += v.z, of_rank[3] += v.w;
-          at += most_mine * S::kStripBytes;
+        for (int four = 0; four < kTeams / 4; ++four) {
+          float of_four[4] = {};
+#pragma unroll
+          for (int other_team = 0; other_team < 4; ++other_team) {
+            const float4 v = *reinterpret_cast<const float4*>(at);
+            of_four[0] += v.x, of_four[1] += v.y, of_four[2] += v.z, of_four[3] += v.w;
+            at += most_mine * S::kStripBytes;
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sum[j] += of_four[j];
         }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum[j] += of_rank[j];
       }
     };
     const auto first_token_of = [&](int i) { return i % (kTokens / 8) * 8; };
@@ -619,7 +646,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       return i + kThreads / 32;
     };
 
-    // Of the warpgroups in order, then of the CTAs in order. A CTA that finishes none of the last strips is sent none.
+    // Of teams in order, by fours, then of the CTAs in order. A CTA that finishes none of the last strips is sent none.
     if (cluster == 1) {
       __syncthreads();
     } else if (mine > 0) {
@@ -672,12 +699,12 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         }
       }
     }
-    if (end_atom >= atoms) break;
+    if (S::kBlocks > 0 || end_atom >= atoms) break;
     // The room of these sums is that of the next.
     if (cluster > 1) {
       // A phase of no bytes would end at once, and warps that have yet to see the end of the one before would wait for
       // ever.
-      const int bytes = cluster * mine_of(min(round_atoms, atoms - end_atom)) * (kWarpgroups * S::kStripBytes);
+      const int bytes = cluster * mine_of(min(round_atoms, atoms - end_atom)) * (kTeams * S::kStripBytes);
       if (thread == 0 && bytes > 0) ptx::barrier_expect(received, bytes);
       __syncwarp();
       ptx::cluster_meet();
@@ -706,13 +733,14 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   params.k_tiles = static_cast<int>(args.k) / tile_k(kBits);
   params.log2_group_blocks = log2_group_blocks(args);
   if (params.log2_group_blocks < 0) params.log2_group_blocks = kNoGroups;
-  params.step_scales = (kWarpgroups * kStageBlocks >> params.log2_group_blocks) * params.outputs;
+  params.step_scales = (kWarps / config.pass_atoms * kStageBlocks >> params.log2_group_blocks) * params.outputs;
   params.scale_bytes = element_size(args.scale_dtype);
   params.of_tokens = Divisor(static_cast<int>(args.m));
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
   params.scale_mask = offsets ? 0 : 0xffffffffu;
   params.of_shift = offsets ? 1.f : 0.f;
   if (params.layout.passes == 0 || 1 << params.log2_cluster != config.cluster) return cudaErrorInvalidConfiguration;
+  if (!has_passes(args, config)) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
   const cudaError_t error = describe_chunks(args, static_cast<int>(args.m), kTiles << params.layout.log2_piece, &map);
   if (error != cudaSuccess) return error;
@@ -725,26 +753,44 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
     return launch_kernel(resident_matmul<decltype(of)>, shape, stream, params, map);
   };
   constexpr bool kSplit = std::is_same_v<Input, float>;
+  constexpr std::integral_constant<int, 1> one;
+  constexpr std::integral_constant<int, 2> two;
+  constexpr std::integral_constant<int, 4> four;
   const auto launch = [&](auto groups, auto shift) {
     constexpr int kGroups = groups.value;
     constexpr ShiftKind kShift = shift.value;
-    const int columns = kSplit ? 2 * static_cast<int>(args.m) : static_cast<int>(args.m);
-    const auto of_scales = [&](auto any) {
+    const auto of_columns = [&](auto wide, auto any) {
+      constexpr int kColumns = wide.value;
       constexpr bool kAny = any.value;
-      if (columns > 8) return launch_shape(Shape<Input, 16, kGroups, kShift, kAny>{});
-      return launch_shape(Shape<Input, 8, kGroups, kShift, kAny>{});
+      // Kernels for fewer strips at a time, and of few blocks.
+      if constexpr (!kSplit && !kAny && kShift != ShiftKind::kTable) {
+        if constexpr (kColumns == 8) {
+          const auto of_blocks = [&](auto pass) {
+            if (params.layout.blocks == 1) return launch_shape(Shape<Input, pass.value, 1, 8, kGroups, kShift, kAny>{});
+            return launch_shape(Shape<Input, pass.value, 2, 8, kGroups, kShift, kAny>{});
+          };
+          if constexpr (kShift != ShiftKind::kFloats) {
+            if (config.pass_atoms == 1) return of_blocks(one);
+          }
+          if (params.layout.blocks > 0) return config.pass_atoms == 2 ? of_blocks(two) : of_blocks(four);
+        }
+        if (config.pass_atoms == 2) return launch_shape(Shape<Input, 2, 0, kColumns, kGroups, kShift, kAny>{});
+      }
+      return launch_shape(Shape<Input, 4, 0, kColumns, kGroups, kShift, kAny>{});
+    };
+    const auto of_scales = [&](auto any) {
+      const int64_t columns = kSplit ? 2 * args.m : args.m;
+      if (columns > 8) return of_columns(std::integral_constant<int, 16>{}, any);
+      return of_columns(std::integral_constant<int, 8>{}, any);
     };
     if constexpr (kShift == ShiftKind::kFloats) {
-      return launch_shape(Shape<Input, 8, kGroups, kShift, false>{});
+      return of_columns(std::integral_constant<int, 8>{}, std::false_type{});
     } else if constexpr (kSplit) {
       return of_scales(std::true_type{});
     } else {
       return args.scale_dtype == args.x_dtype ? of_scales(std::false_type{}) : of_scales(std::true_type{});
     }
   };
-  constexpr std::integral_constant<int, 1> one;
-  constexpr std::integral_constant<int, 2> two;
-  constexpr std::integral_constant<int, 4> four;
   constexpr std::integral_constant<ShiftKind, ShiftKind::kNone> symmetric;
   constexpr std::integral_constant<ShiftKind, ShiftKind::kBytes> bytes;
   constexpr std::integral_constant<ShiftKind, ShiftKind::kTable> table;

@@ -8,17 +8,28 @@ namespace wonly::resident {
 
 constexpr int kMaxTokens = 16;  // with float zeros or offsets, or float32 activations, 8
 constexpr int kStageInputs = 128;
-constexpr int kWarpgroups = 4;        // share a CTA's stages
-constexpr int kPassAtoms = 4;         // strips of 16 outputs at a time
+constexpr int kWarps = 16;            // that multiply
+constexpr int kMostPassAtoms = 4;     // strips of 16 outputs at a time, or 2 or 1
 constexpr int kAhead = 2;             // stages that a warp asks for at once; twice as many are a turn of its loop
 constexpr int kBarrierBytes = 1024;   // a barrier for each piece; those are aligned for the swizzle
 constexpr int kSumBytes = 256;        // sums of a stage's activations, two numbers each
 constexpr int kTableBytes = 1 << 16;  // of the pairs of a table (pair_table.cuh)
 
 struct Config {
-  int cluster;  // CTAs along the inputs
-  int parts;    // that the outputs are cut into, 1 .. ceil(N / 16): a cluster takes one
+  int cluster;                      // CTAs along the inputs
+  int parts;                        // that the outputs are cut into, 1 .. ceil(N / 16): a cluster takes one
+  int pass_atoms = kMostPassAtoms;  // strips that a CTA has at a time
 };
+
+// Stages that all warps ask for at once, where passes have so many strips.
+constexpr int log2_block_stages(int pass_atoms) { return pass_atoms == 4 ? 3 : pass_atoms == 2 ? 4 : 5; }
+static_assert(kAhead * kWarps == kMostPassAtoms << log2_block_stages(kMostPassAtoms));
+
+// Of kAhead stages that a warp has, of one strip, where kernels know: 1 or 2, or 0.
+int blocks_of(const MatmulArgs& args, const Config& config);
+
+// Whether there is a kernel in which a CTA has so many strips at a time.
+bool has_passes(const MatmulArgs& args, const Config& config);
 
 // How a product is shared out, and a CTA's shared memory.
 struct Layout {
@@ -26,9 +37,10 @@ struct Layout {
   int stages_each;             // that a CTA of a cluster takes, the last one fewer
   int pieces, log2_piece;      // of the activations; stages of one
   int sums_at;                 // of the activations of each stage
-  int strips_at;               // sums of a strip of outputs, of every warpgroup of every CTA of the cluster
+  int strips_at;               // sums of a strip of outputs, of every team of every CTA of the cluster
   int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
   bool over_activations;       // the sums of a lone pass take their place
+  int blocks;                  // as blocks_of
   int bytes;
 };
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes);
@@ -37,19 +49,23 @@ constexpr int activations_at(bool table) { return kBarrierBytes + (table ? kTabl
 
 // What a product is expected to take, in microseconds.
 struct Costs {
-  float start;       // until the first product, and from the last to the result
-  float passes;      // one over a CTA's outputs
-  float turns;       // one of a pass
-  float stages;      // one of a warpgroup
-  float words;       // four strips of outputs in a stage of all warpgroups
-  float groups;      // of a stage, more with groups of 32 and 64
-  float sums;        // of a stage, more with float zeros or offsets
-  float adding;      // of the start, for the sums of activations then
-  float wide;        // of a stage, more from nine tokens on, of float32 five
-  float rows;        // a token's float32 activations of a stage of a warpgroup, once
-  float filling;     // of the start, for a table
-  float table;       // of a stage, more with one
-  float wide_table;  // and where `wide` counts
+  float start;        // until the first product, and from the last to the result
+  float passes;       // one over a CTA's outputs
+  float turns;        // one of a pass
+  float stages;       // one of a team
+  float words;        // a strip of outputs in a stage for each warp
+  float groups;       // of a stage, more with groups of 32 and 64
+  float sums;         // of a stage, more with float zeros or offsets
+  float adding;       // of the start, for the sums of activations then
+  float wide;         // of a stage, more from nine tokens on, of float32 five
+  float rows;         // a token's float32 activations of a stage of a team, once
+  float filling;      // of the start, for a table
+  float table;        // of a stage, more with one
+  float wide_table;   // and where `wide` counts
+  float teams;        // each of a CTA, beyond four
+  float one_block;    // less where a warp has no more
+  float narrow;       // less where a pass is one strip
+  float half_passes;  // more where it is two, and a warp has more than two blocks
 };
 
 // Whether this kernel computes `args`: int4, K a multiple of 64, uint8 zeros or none, and scales of any type, in rows

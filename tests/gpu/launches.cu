@@ -164,6 +164,12 @@ void products() {
     run(DType::kBF16, 4, 3 + scheme, 1088, 1001, 32 << scheme % 2, scheme);  // matmul_resident
     run(DType::kF16, 4, 8 - scheme, 2176, 1001, 128, scheme);                //
     run(DType::kBF16, 4, 9 + scheme, 1088, 1001, 64 >> scheme % 2, scheme);  //
+    run(DType::kF16, 4, 2 + scheme, 4096, 264, 128 >> scheme % 2, scheme);   // one strip at a time, one block each
+    run(DType::kBF16, 4, 8 - scheme, 8192, 1032, 128, scheme);               // two
+    run(DType::kF16, 4, 1 + scheme, 1024, 4104, 32 << scheme % 3, scheme);   // two strips, one block
+    run(DType::kBF16, 4, 3 + 3 * scheme, 4160, 2056, 64, scheme);            // two, or any of sixteen tokens
+    run(DType::kF16, 4, 7 - scheme, 2176, 2200, 128 >> scheme % 2, scheme);  //
+    run(DType::kBF16, 4, 5 + scheme, 9216, 2104, 32 << scheme, scheme);      // any
     run(DType::kF16, 4 + scheme % 2 * 4, 140, 192, 3070, 64, scheme);        // matmul_tiled
     run(DType::kBF16, 8 - scheme % 2 * 4, 300, 512, 2050, 32, scheme);       // several clusters for a tile
     run(DType::kBF16, 4, 70 + 20 * scheme, 8192, 2040, 128, scheme);         // matmul_warpgroup in two teams

@@ -27,7 +27,8 @@ from reference import (
 )
 
 import jax_wonly as jw
-from jax_wonly import _cuda_dispatch
+from jax_wonly import _cuda_costs, _cuda_dispatch
+from jax_wonly._abi import ShiftMode
 
 pytestmark = pytest.mark.gpu
 
@@ -461,7 +462,7 @@ def test_resident_activations(rng, x_dtype, mode, m):
         *((1088, 1001, None, ()), (5120, 1281, 128, ()), (2304, 137, 256, (3,)), (64, 17, None, ())),
         *((12288, 521, 128, ()), (27648, 265, 256, ()), (2048, 264, 128, (8,)), (576, 7001, None, ())),
         *((1088, 1001, 32, ()), (5184, 1281, 64, ()), (4096, 137, 64, (3,)), (64, 17, 32, ()), (12352, 521, 32, ())),
-        (14336, 1001, 128, ()),
+        *((14336, 1001, 128, ()), (4096, 265, 128, ()), (2176, 2201, 64, ())),
     ):
         weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=lead)
         x = random_x(rng, (*lead, m, k), x_dtype)
@@ -478,6 +479,35 @@ def test_resident_activations(rng, x_dtype, mode, m):
         few = 3 if m <= 8 else 9  # nor does the number of the others matter
         fewer = np.asarray(product(x[..., :few, :], weight.qt, bias))
         np.testing.assert_array_equal(fewer, np.asarray(y)[..., :few, :])
+
+
+# K, N, and on a GPU of 132 multiprocessors strips of a pass and blocks of stages for a warp, 0 for any number.
+PASSES = (
+    *((2304, 1000, 1, 1), (8192, 1032, 1, 1), (4160, 2056, 1, 2), (1024, 4104, 2, 1), (4096, 4104, 2, 2)),
+    *((512, 8200, 4, 1), (2048, 8200, 4, 2), (9216, 2104, 2, 0), (5184, 4104, 4, 0)),
+)
+
+
+@pytest.mark.device
+@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros", "offsets"])
+def test_resident_passes(rng, mode):
+    """One, two and four strips of outputs at a time, and one, two and any number of blocks for a warp."""
+    for k, n, strips, blocks in PASSES:
+        weight = random_weight(rng, k, n, bits=4, group_size=64, mode=mode, scale_dtype="bfloat16")
+        for m in (1, 3, 8, 12):
+            x = random_x(rng, (m, k), "bfloat16")
+            if _cuda_dispatch.has_warpgroups() and mode == "symmetric":
+                assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
+                p = _cuda_dispatch.Product(m, k, n, 1, 4, x.dtype, x.dtype, ShiftMode.NONE, None, groups=k // 64)
+                config = min(_cuda_dispatch._resident_times(p), key=lambda pair: pair[1])[0]
+                of_warp = _cuda_costs.resident_blocks(m, k, n, config)
+                assert m > 8 or _cuda_dispatch._gpu()[1] != 132 or (config[2], of_warp) == (strips, blocks), (k, n)
+            product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
+            y = product(x, weight.qt)
+            assert_product(y, x, weight, rounded_weights=rounds_weights("cuda", x, weight.qt))
+            np.testing.assert_array_equal(np.asarray(product(x, weight.qt)), np.asarray(y))
+            if 1 < m <= 8:
+                np.testing.assert_array_equal(np.asarray(product(x[:3], weight.qt)), np.asarray(y)[:3])
 
 
 @pytest.mark.device
