@@ -109,7 +109,7 @@ struct Shape {
   static constexpr bool kLater = kColumns >= 16;
   static constexpr int kFirstPieces = 2;
   static_assert(!kSums || (kTokens == 8 && !kAnyScales));
-  static_assert(!kSplit || kAnyScales);
+  static_assert(!kSplit || (kAnyScales && kTeams == kSplitWarps));
   static constexpr int kAllThreads = kThreads + (kSplit ? kSplitWarps * 32 : 0);
   // Warps that multiply split the first piece, for which they have yet to wait; of up to four tokens they would ask for
   // their next weights too late.
@@ -431,9 +431,10 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         for (int i = 0; i < (S::kBlocks > 0 ? S::kBlocks * kAhead : kTurn); ++i) {
           const int buffer = i / kAhead, slot = i % kAhead;
           const uint4(&stage_words)[kTiles] = words[buffer][slot];
-          // Loads are counted together, so whoever waits for some waits for all that were asked for before. The next
-          // ones therefore go out when these have come, which a number that depends on them makes sure of, but is zero.
-          // The second ones do not when stages of the first are still to be multiplied, as the compiler would have it.
+          // ptxas counts loads that are waited for in another basic block together, so whoever waits for some waits for
+          // all that were asked for before. The next ones therefore go out when these have come, which a number that
+          // depends on them makes sure of, and is zero. That of the second buffer depends on the sums, too: its wait
+          // would otherwise be moved before the last stage of the first is multiplied.
           if (slot == 0 && (S::kBlocks == 0 || buffer + 1 < S::kBlocks)) {
             const uint32_t come = stage_words[0].x | (buffer > 0 ? __float_as_uint(acc[0]) : 0);
             const int fetch_left = fetch_tiles | static_cast<int>(come & params.none);
