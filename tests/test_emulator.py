@@ -335,13 +335,48 @@ def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
         assert_product(y, x, weight, **how, **close)
 
 
-def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:
-    """CTAs of ``matmul_warpgroup`` that share a tile's inputs, where that kernel alone is chosen."""
+@pytest.mark.parametrize("multiprocessors", [5, 17])
+def test_resident_passes(emulated, rng, monkeypatch, multiprocessors):
+    """``matmul_resident`` with one, two and four strips of outputs at a time, and one, two and any number of blocks of
+    stages for a warp, on GPUs so small that small products have all of that."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
+    emulated.set_gpu(multiprocessors)
+    wanted = {(strips, blocks) for strips in (1, 2, 4) for blocks in (0, 1, 2)} - {(1, 0)}
+    while wanted:
+        m, k, n = int(rng.integers(1, 9)), 64 * int(rng.integers(1, 160)), int(rng.integers(8, 2500))
+        mode, x_dtype, group_size = (
+            str(rng.choice(MODES)),
+            str(rng.choice(["float16", "bfloat16"])),
+            int(rng.choice([32, 64])),
+        )
+        product = product_of(m, k, n, mode, x_dtype, bits=4, group_size=group_size)
+        if k * n > 2_500_000 or _cuda_dispatch.kernel(product) != "matmul_resident":
+            continue
+        config = min(_cuda_dispatch._resident_times(product), key=lambda pair: pair[1])[0]
+        found = config[2], _cuda_costs.resident_blocks(m, k, n, config)
+        if found not in wanted:
+            continue
+        wanted.remove(found)
+        weight = random_weight(rng, k, n, mode=mode, scale_dtype=x_dtype, group_size=group_size)
+        x, bias = random_x(rng, (m, k), x_dtype), random_x(rng, (n,))
+        y = jw.matmul(x, weight.qt, bias=bias, activation="relu", implementation="cuda")
+        assert_product(y, x, weight, bias=bias, activation="relu", cut_off=True)
+        if m > 3:  # of one and two rows with float zeros or offsets other kernels may be chosen
+            few = jw.matmul(x[:3], weight.qt, bias=bias, activation="relu", implementation="cuda")
+            np.testing.assert_array_equal(few, y[:3])
+
+
+def product_of(m, k, n, mode, x_dtype, *, bits, group_size) -> _cuda_dispatch.Product:
     dtype = jnp.dtype(x_dtype)
     shift = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8), "table": jnp.dtype(jnp.float32)}.get(mode, dtype)
     row_modes = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS, "table": ShiftMode.TABLE}
     row_mode = row_modes.get(mode, ShiftMode.ZEROS)
-    product = _cuda_dispatch.Product(m, k, n, 1, bits, dtype, dtype, row_mode, shift, k // group_size)
+    return _cuda_dispatch.Product(m, k, n, 1, bits, dtype, dtype, row_mode, shift, k // group_size)
+
+
+def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:
+    """CTAs of ``matmul_warpgroup`` that share a tile's inputs, where that kernel alone is chosen."""
+    product = product_of(m, k, n, mode, x_dtype, bits=bits, group_size=group_size)
     if _cuda_dispatch.kernel(product) != "matmul_warpgroup":
         return None
     return min(_cuda_dispatch._warpgroup_times(product), key=lambda pair: pair[1])[0][2]
