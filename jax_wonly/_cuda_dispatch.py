@@ -402,12 +402,12 @@ def _decode_is_slower(p: Product) -> bool:
     """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
     if not p.floats and p.batch >= _DECODE.entries:
         return False
-    times = list(_resident_times(p))
-    if not times:
+    config = _resident_config(p)
+    if config is None:
         return False
     if p.floats:
         few = p.m > 1 and 4 * -(-p.outputs // 16) <= 3 * _gpu()[1]
-        return few or _cuda_costs.resident_blocks(p.m, p.k, p.n, min(times, key=lambda pair: pair[1])[0]) > 0
+        return few or _cuda_costs.resident_blocks(p.m, p.k, p.n, config) > 0
     if p.m > 1 or p.scheme.ends == 4:
         return True
     spread = p.k >= _DECODE.spread and not p.split
@@ -418,6 +418,11 @@ def _resident_times(p: Product):
     costs = _SPLIT_RESIDENT if p.split else _RESIDENT
     alike = p.scale_dtype == p.x_dtype
     return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, alike, _gpu()[1], costs)
+
+
+def _resident_config(p: Product) -> tuple[int, int, int] | None:
+    """The fastest, where there is one."""
+    return min(_resident_times(p), key=lambda pair: pair[1], default=(None, math.inf))[0]
 
 
 def _resident(p: Product) -> float:

@@ -96,8 +96,11 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
     const int64_t part_atoms = ceil_div(atoms, parts);
     for (int pass_atoms = kMostPassAtoms; pass_atoms > 0; pass_atoms /= 2) {
       const Config candidate{cluster.ctas, static_cast<int>(parts), pass_atoms};
-      const int64_t passes = ceil_div(part_atoms, pass_atoms), each = ceil_div(stages, kWarps / pass_atoms);
-      if (!has_passes(args, candidate) || layout(args, candidate, shared_bytes).passes == 0) continue;
+      const int teams = kWarps / pass_atoms;
+      const int64_t passes = ceil_div(part_atoms, pass_atoms), each = ceil_div(stages, teams);
+      if (!has_passes(args, candidate)) continue;
+      const Layout laid_out = layout(args, candidate, shared_bytes);
+      if (laid_out.passes == 0) continue;
       // Of sixteen tokens half passes were faster where they are the only ones.
       if (args.m > 8 && pass_atoms < kMostPassAtoms && passes > 1) continue;
       float us = costs.start + (sums ? costs.adding : 0.f) + (table ? costs.filling : 0.f) + cluster.start +
@@ -105,11 +108,10 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
                  costs.turns * static_cast<float>(passes * ceil_div(each, 2 * kAhead)) +
                  stage * static_cast<float>(passes * each) + costs.rows * static_cast<float>(args.m * each) +
                  costs.words * static_cast<float>(part_atoms * stages) / kWarps;
-      us += costs.teams * static_cast<float>(cluster.ctas * (kWarps / pass_atoms - kWarps / kMostPassAtoms));
-      const int blocks = blocks_of(args, candidate);
-      if (blocks == 1) us -= costs.one_block;
+      us += costs.teams * static_cast<float>(cluster.ctas * (teams - kWarps / kMostPassAtoms));
+      if (laid_out.blocks == 1) us -= costs.one_block;
       if (pass_atoms == 1) us -= costs.narrow;
-      if (blocks == 0 && pass_atoms < kMostPassAtoms) us += costs.half_passes;
+      if (laid_out.blocks == 0 && pass_atoms < kMostPassAtoms) us += costs.half_passes;
       if (least == 0.f || us < least) {
         least = us;
         *config = candidate;

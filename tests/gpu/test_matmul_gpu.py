@@ -499,7 +499,8 @@ def test_resident_passes(rng, mode):
             if _cuda_dispatch.has_warpgroups() and mode == "symmetric":
                 assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
                 p = _cuda_dispatch.Product(m, k, n, 1, 4, x.dtype, x.dtype, ShiftMode.NONE, None, groups=k // 64)
-                config = min(_cuda_dispatch._resident_times(p), key=lambda pair: pair[1])[0]
+                config = _cuda_dispatch._resident_config(p)
+                assert config
                 of_warp = _cuda_costs.resident_blocks(m, k, n, config)
                 assert m > 8 or _cuda_dispatch._gpu()[1] != 132 or (config[2], of_warp) == (strips, blocks), (k, n)
             product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
