@@ -1,5 +1,6 @@
 """The quantizers of jax_wonly.algorithms, against plain float64 NumPy."""
 
+import math
 import warnings
 from collections.abc import Callable
 
@@ -472,8 +473,11 @@ def test_models_by_every_method(rng, method, capsys):
     assert isinstance(model.a, jw.nnx.QuantizedLinear) and model.a.bias is not None
     assert f"{method}" in capsys.readouterr().err
     for layer in report.layers:
-        assert 0 < layer.relative_error < 0.25 and layer.bytes_after < layer.bytes_before
+        # Which weights of small inputs AWQ makes worse than others would, so that outputs are better, has no bound.
+        most = math.inf if method == "awq" else 0.25
+        assert 0 < layer.relative_error < most and layer.bytes_after < layer.bytes_before
     if batches:
+        assert 0 < min(report.output_errors.values()) and max(report.output_errors.values()) < 0.1
         calibration = algorithms.calibrate(dense, batches)
         assert set(report.output_errors) == set(calibration)
         expected = output_error(dense.a.kernel[...], getattr(model.a, "weight", model.a.kernel), calibration["a"])
