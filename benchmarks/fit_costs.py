@@ -3,6 +3,7 @@
     python benchmarks/tune.py --record
     python benchmarks/fit_costs.py [--record FILE ...] [--architecture 90]
     python benchmarks/fit_costs.py --groups   of what matmul_warpgroup's small groups and float zeros add, alone
+    python benchmarks/fit_costs.py --only resident eight_bit_resident     numbers of these alone
     python benchmarks/fit_costs.py --show     how good today's numbers are
 
 Coordinate descent: one number after the other is made a little larger and smaller, and kept where the loss falls. The
@@ -16,7 +17,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,16 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             numbers = costs.warpgroups_of(file["split_warpgroup"])
             for (*config, _), us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
                 yield ("warpgroup", *config), us
-            numbers = costs.resident_of(file, "split_resident")
-            if bits == 4 and m <= numbers.tokens // 2 and not scheme.floats:
+            numbers = costs.resident_of(file, bits, split)
+            if m <= numbers.tokens // 2 and not scheme.floats:
                 for config, us in costs.resident_times(m, k, n, 1, scheme, False, MULTIPROCESSORS, numbers):
                     yield ("resident", *config), us
             return
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
         for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, scheme, MULTIPROCESSORS, tiles):
             yield ("tiled", tokens, splits), us
-        resident = costs.resident_of(file, "resident")
-        if bits == 4 and scheme.alike and m <= resident.tokens // (1 + scheme.floats):
+        resident = costs.resident_of(file, bits, split)
+        if scheme.alike and m <= resident.tokens // (1 + scheme.floats):
             for config, us in costs.resident_times(m, k, n, 1, scheme, True, MULTIPROCESSORS, resident):
                 yield ("resident", *config), us
         if not table:
@@ -138,9 +139,9 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def fit(file: dict, cases: list[tuple[Measured, Expected]], groups: bool = False) -> None:
+def fit(file: dict, cases: list[tuple[Measured, Expected]], groups: bool = False, only: Sequence[str] = ()) -> None:
     loss, _ = judge(file, cases)
-    places = list(numbers_of(file))
+    places = [at for at in numbers_of(file) if not only or at[0] in only]
     if groups:
         places = [at for at in places if at[0] == "warpgroup" and at[1] in ("shapes", "rounded") and at[-1] >= 6]
     for step in progress(STEPS, label="steps"):
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--architecture", type=int, choices=RECORDS, default=90)
     parser.add_argument("--record", type=Path, nargs="*", help="(default: that of the architecture beside this script)")
     parser.add_argument("--groups", action="store_true", help="fit what groups and float zeros add alone")
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="fit these of the file's numbers alone")
     parser.add_argument("--show", action="store_true", help="change nothing")
     args = parser.parse_args()
     records = [json.loads(path.read_text()) for path in args.record or [RECORDS[args.architecture]]]
@@ -187,9 +189,10 @@ def main() -> None:
     show(file, cases)
     if args.show:
         return
-    fit(file, cases, args.groups)
-    file["measured"] = {key: records[0][key] for key in ("device", "driver")}
-    file["measured"]["commit"] = "; ".join(record["commit"] for record in records)
+    fit(file, cases, args.groups, args.only)
+    if not args.only:
+        file["measured"] = {key: records[0][key] for key in ("device", "driver")}
+        file["measured"]["commit"] = "; ".join(record["commit"] for record in records)
     costs.path(args.architecture).write_text(text(file))
     show(file, cases)
     print(f"written to {costs.path(args.architecture)}")

@@ -5,6 +5,7 @@
     python benchmarks/tune.py --check [--every 1]
     python benchmarks/tune.py --record     measures what benchmarks/fit_costs.py needs, into its file
     python benchmarks/tune.py --random 600 [--seed 0]     the same of products drawn at random, into another file
+    python benchmarks/tune.py --few 900 [--seed 0]     of products of few tokens, by matmul_resident and others
     python benchmarks/tune.py --parts 300 [--seed 0]     of those that two kernels are chosen for: them, and the one
         that would be chosen otherwise, into another file
     python benchmarks/tune.py --even 300 [--seed 0]     the same of those whose stages CTAs share out evenly
@@ -97,13 +98,35 @@ SCHEMES = {
     (8, 32, "bf16", "integer_zeros"): 2,
     (8, 128, "f16", "symmetric"): 2,
 }
+# The same with up to as many tokens as matmul_resident takes.
+FEW_SCHEMES = {
+    (4, 128, "bf16", "symmetric"): 8,
+    (4, 128, "bf16", "integer_zeros"): 2,
+    (4, 128, "bf16", "offsets"): 2,
+    (4, 32, "bf16", "symmetric"): 3,
+    (4, 32, "bf16", "float_zeros"): 1,
+    (4, 128, "f16", "symmetric"): 2,
+    (4, 128, "f32", "symmetric"): 3,
+    (4, 32, "f32", "integer_zeros"): 1,
+    (8, 128, "bf16", "symmetric"): 8,
+    (8, 0, "bf16", "symmetric"): 3,
+    (8, 128, "bf16", "integer_zeros"): 2,
+    (8, 128, "bf16", "offsets"): 3,
+    (8, 32, "bf16", "symmetric"): 2,
+    (8, 32, "bf16", "float_zeros"): 1,
+    (8, 128, "f16", "symmetric"): 2,
+    (8, 128, "f32", "symmetric"): 4,
+    (8, 32, "f32", "integer_zeros"): 2,
+}
 INPUTS = (768, 1024, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 6656, 7168, 8192, 9728, 10240, 11008)
 INPUTS += (12288, 14336, 18944, 27648)
 TOKENS = (9, 1600)  # of random products; by kernels of other rules beyond
+FEW_TOKENS = (1, 16)
 MODES = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS}  # others are zeros
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 OF_TWO = -5  # two kernels, as kernel_sweep has it
 PLAUSIBLE, MOST_TRIED = 1.4, 20  # times the fastest expected: configurations that are timed, and how many at most
+FEW_OTHERS = 3  # of matmul_warpgroup that few tokens are timed with
 
 
 # Programs in C++, and the kernels that each of them launches. The sweep's ragged ones are launched by others of it.
@@ -173,14 +196,20 @@ def line_of(kernel: str, numbers: Sequence[int]) -> tuple[int, ...]:
         case "resident":
             cluster, parts, strips = numbers
             return -4, parts, strips, cluster, 1
+        case "decode":
+            parts, cluster = numbers
+            return -1, parts, 0, cluster, 1
     tokens, warpgroups, cluster, *teams = numbers
     return 0, tokens // 8, warpgroups, cluster, *(teams or (1,))
 
 
-def random_product(draw: random.Random) -> tuple[dict, int, int, int]:
-    """A scheme, and K, N and M: every other product of the dimensions of models, all with tokens in any number."""
-    scheme = dict(zip(SCHEME, draw.choices(list(SCHEMES), list(SCHEMES.values()))[0], strict=True))
-    low, high = TOKENS
+def random_product(draw: random.Random, few: bool = False) -> tuple[dict, int, int, int]:
+    """A scheme, and K, N and M: every other product of the dimensions of models, all with tokens in any number, or a
+    few of them.
+    """
+    schemes = FEW_SCHEMES if few else SCHEMES
+    scheme = dict(zip(SCHEME, draw.choices(list(schemes), list(schemes.values()))[0], strict=True))
+    low, high = FEW_TOKENS if few else TOKENS
     m = round(low * (high / low) ** draw.random())
     if draw.random() < 0.5:
         k, n = map(int, draw.choice(f"{SHAPES},{OTHERS}".split(",")).split("x"))
@@ -265,14 +294,28 @@ def without_ctas(kernel: tuple[str, tuple]) -> tuple[str, tuple]:
     return name, config[:2] if name == "matmul_tiled" else config
 
 
-def record_random(program: Path, output: Path, commit: str | None, count: int, seed: int) -> None:
+def with_few_tokens(expected: list[tuple[tuple, float]], n: int, m: int) -> list[tuple]:
+    """What is tried of a product of few tokens, of configurations from the fastest to the slowest expected one."""
+    resident = [config for config, _ in expected if config[0] == "resident"]
+    if not resident:
+        return []
+    others = [config for config, _ in expected if config[0] == "warpgroup"][:FEW_OTHERS]
+    strips = -(-n // 16)
+    decode = [("decode", min(strips, fit_costs.MULTIPROCESSORS // cluster), cluster) for cluster in (1, 2)]
+    return resident + others + decode * (m <= _cuda_dispatch._DECODE.tokens)
+
+
+def record_random(program: Path, output: Path, commit: str | None, count: int, seed: int, few: bool) -> None:
     """Measures what may be the fastest of the configurations of products drawn at random."""
     draw, file = random.Random(seed), _cuda_costs.read(90)
     products: list[tuple[dict, int, int, int, list]] = []
     while len(products) < count:
-        scheme, k, n, m = random_product(draw)
+        scheme, k, n, m = random_product(draw, few)
         expected = sorted(fit_costs.expected(scheme, k, n, m)(file), key=lambda pair: pair[1])
-        tried = [config for config, us in expected if us < PLAUSIBLE * expected[0][1]][:MOST_TRIED]
+        if few:
+            tried = with_few_tokens(expected, n, m)
+        else:
+            tried = [config for config, us in expected if us < PLAUSIBLE * expected[0][1]][:MOST_TRIED]
         if len(tried) > 1:
             products.append((scheme, k, n, m, tried))
     process = subprocess.Popen([program, "race"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -350,13 +393,14 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES, help="K x N (default: %(default)s)")
     parser.add_argument("--record", nargs="?", type=Path, const=RECORD, metavar="FILE", help="(default: %(const)s)")
     parser.add_argument("--random", type=int, metavar="COUNT", help="products drawn at random, beside one another")
+    parser.add_argument("--few", type=int, metavar="COUNT", help="the same of few tokens")
     parser.add_argument("--parts", type=int, metavar="COUNT", help="the same that two kernels are chosen for")
     parser.add_argument("--even", type=int, metavar="COUNT", help="the same whose stages CTAs share out evenly")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument(
         "--output",
         type=Path,
-        help="of random ones (default: h100-tune-random.json, -parts.json or -even.json of the results)",
+        help="of random ones (default: h100-tune-random.json, -few.json, -parts.json or -even.json of the results)",
     )
     parser.add_argument("--executable", type=Path, help="kernel_sweep, built before")
     parser.add_argument("--commit", help="of this tree, where git cannot tell")
@@ -368,8 +412,9 @@ def main() -> None:
         return
     if args.check:
         sys.exit(subprocess.run([program, "check", str(args.every)], check=False).returncode)
-    if args.random:
-        record_random(program, args.output or fit_costs.RANDOM_RECORD, args.commit, args.random, args.seed)
+    if count := args.random or args.few:
+        output = args.output or fit_costs.RANDOM_RECORD.with_name(f"h100-tune-{'few' if args.few else 'random'}.json")
+        record_random(program, output, args.commit, count, args.seed, args.few is not None)
         return
     for kind, count in (("parts", args.parts), ("even", args.even)):
         if count:

@@ -286,11 +286,12 @@ def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
     return WarpgroupCosts(**fields)
 
 
-def resident_of(file: dict, name: str) -> Resident:
-    """``resident``, or ``split_resident`` for float32 activations."""
-    values = file["resident"]
+def resident_of(file: dict, bits: int, split: bool) -> Resident:
+    """With codes of so many bits. split: float32 activations."""
+    values, name = file["resident"], "split_resident" if split else "resident"
     clusters = tuple(Cluster(*cluster) for cluster in values["clusters"])
-    return Resident(values["tokens"], **file[name]["costs"], clusters=clusters)
+    costs = file[f"eight_bit_{name}" if bits == 8 else name]["costs"]
+    return Resident(values["tokens"], **costs, clusters=clusters)
 
 
 EVENLY = 0  # in place of the CTAs of a cluster: as many as multiprocessors share all tiles' inputs out evenly
@@ -484,7 +485,7 @@ def _ceil(a: int, b: int) -> int:
 
 def _resident_bytes(m: int, stages: int, passes: int, cluster: int, pass_atoms: int, scheme: Scheme) -> int:
     """Shared memory that a CTA has to have: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
-    piece, tokens = 32 // pass_atoms, 16 if m > 8 else 8
+    piece, tokens = 128 // scheme.bits // pass_atoms, 16 if m > 8 else 8
     while 8 * piece < stages:
         piece *= 2
     columns = 16 if m > 4 else 8  # of float32 activations, two numbers each
@@ -498,12 +499,12 @@ def _resident_bytes(m: int, stages: int, passes: int, cluster: int, pass_atoms: 
     return 1024 + table + (max(activations, of_pass) if passes == 1 else activations + of_pass)
 
 
-def resident_blocks(m: int, k: int, n: int, config: tuple[int, int, int]) -> int:
+def resident_blocks(m: int, k: int, n: int, bits: int, config: tuple[int, int, int]) -> int:
     """``resident::blocks_of`` in ``ffi/cuda/matmul_resident.cu``, of what has kernels for that."""
     cluster, parts, pass_atoms = config
     if m > 8 or _ceil(n, 16) > parts * pass_atoms:
         return 0
-    blocks = _ceil(_ceil(_ceil(k, 128), cluster) * pass_atoms, 32)
+    blocks = _ceil(_ceil(_ceil(k, 128), cluster) * pass_atoms, 128 // bits)
     return blocks if blocks <= 2 else 0
 
 
@@ -530,15 +531,17 @@ def resident_times(
         part_atoms = _ceil(atoms, parts)
         for pass_atoms in (4, 2, 1) if alike else (4,):
             passes, each = _ceil(part_atoms, pass_atoms), _ceil(stages, 16 // pass_atoms)  # stages of a team
-            blocks = alike and resident_blocks(m, k, n, (cluster.ctas, parts, pass_atoms))
+            blocks = alike and resident_blocks(m, k, n, scheme.bits, (cluster.ctas, parts, pass_atoms))
             if pass_atoms == 1 and (scheme.floats or not blocks):
+                continue
+            if scheme.bits == 8 and scheme.floats and not blocks:
                 continue
             if m > 8 and pass_atoms < 4 and passes > 1:
                 continue
             if _resident_bytes(m, stages, passes, cluster.ctas, pass_atoms, scheme) > SHARED_BYTES:
                 continue
             us = costs.start + costs.adding * scheme.floats + costs.filling * scheme.table + cluster.start
-            us += costs.passes * passes + costs.turns * passes * _ceil(each, 4) + stage * passes * each
+            us += costs.passes * passes + costs.turns * passes * _ceil(each, 16 // scheme.bits) + stage * passes * each
             us += costs.rows * m * each + costs.words * part_atoms * stages / 16
             us += costs.teams * cluster.ctas * (16 // pass_atoms - 4)
             us -= costs.one_block * (blocks == 1) + costs.narrow * (pass_atoms == 1)

@@ -6,6 +6,7 @@ much the same on other GPUs. That of the fused kernels is in ``_cuda_costs``.
 
 import functools
 import importlib
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -63,7 +64,9 @@ SM90, _SM80 = _cuda_costs.read(90), _cuda_costs.read(80)
 _ALIGNED_ROWS_START, _ALIGNED_ROWS_BYTES = SM90["aligned_rows"]["start"], SM90["aligned_rows"]["bytes"]
 _DECODE = _cuda_costs.Decode(**SM90["decode"])
 _STREAM = _cuda_costs.Stream(**SM90["stream"])
-_RESIDENT, _SPLIT_RESIDENT = (_cuda_costs.resident_of(SM90, name) for name in ("resident", "split_resident"))
+_RESIDENT: dict[tuple[int, bool], _cuda_costs.Resident] = {
+    of: _cuda_costs.resident_of(SM90, *of) for of in itertools.product((4, 8), (False, True))
+}
 _WARPGROUPS, _TABLE_WARPGROUPS, _CONV_WARPGROUPS, _SPLIT_WARPGROUPS, _SPLIT_TABLE = (
     _cuda_costs.warpgroups_of(SM90[name])
     for name in ("warpgroup", "table_warpgroup", "conv_warpgroup", "split_warpgroup", "split_table")
@@ -319,15 +322,15 @@ def decode_kernel(p: Product) -> bool:
     if p.shift_mode != ShiftMode.NONE and jnp.dtype(p.shift_dtype).itemsize not in (1, size):
         return False
     group = p.group_size if p.groups > 1 else 128
-    if group == 32 and p.m > 1 and (p.bits == 4 or size != 2 or p.split):
+    if group == 32 and p.m > 1:
         return False
     return group >= 128 or p.k % 128 == 0
 
 
 def _resident_kernel(p: Product) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
-    tokens = _RESIDENT.tokens // (1 + (p.split or p.shifted))
-    if not has_warpgroups() or p.bits != 4 or p.k % 64 or p.k > _RESIDENT_INPUTS or not 0 < p.m <= tokens:
+    tokens = _RESIDENT[p.bits, p.split].tokens // (1 + (p.split or p.shifted))
+    if not has_warpgroups() or p.k % 64 or p.k > _RESIDENT_INPUTS or not 0 < p.m <= tokens:
         return False
     if not p.split and p.scale_dtype == p.x_dtype:
         return not p.shifted or p.shift_dtype == p.x_dtype
@@ -357,7 +360,7 @@ def _aligned(p: Product) -> Product | None:
     if warpgroup_kernel(p):
         return p
     aligned = p._replace(parameter_row=_aligned_row(p))
-    few = p.m <= _STREAM.tokens and (p.weight_bytes < _DECODE.weights or _resident_kernel(p))
+    few = p.m <= _STREAM.tokens and (p.weight_bytes < _DECODE.weights or _resident(p) < math.inf)
     return aligned if not few and warpgroup_kernel(aligned) else None
 
 
@@ -407,7 +410,7 @@ def _decode_is_slower(p: Product) -> bool:
         return False
     if p.floats:
         few = p.m > 1 and 4 * -(-p.outputs // 16) <= 3 * _gpu()[1]
-        return few or _cuda_costs.resident_blocks(p.m, p.k, p.n, config) > 0
+        return few or _cuda_costs.resident_blocks(p.m, p.k, p.n, p.bits, config) > 0
     if p.m > 1 or p.scheme.ends == 4:
         return True
     spread = p.k >= _DECODE.spread and not p.split
@@ -415,8 +418,9 @@ def _decode_is_slower(p: Product) -> bool:
 
 
 def _resident_times(p: Product):
-    costs = _SPLIT_RESIDENT if p.split else _RESIDENT
-    alike = p.scale_dtype == p.x_dtype
+    if not _resident_kernel(p):
+        return iter(())
+    alike, costs = p.scale_dtype == p.x_dtype, _RESIDENT[p.bits, p.split]
     return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, alike, _gpu()[1], costs)
 
 
@@ -525,24 +529,25 @@ def kernel(p: Product) -> str:
     As ``launch_matmul`` in ``ffi/cuda/matmul.cu``, which has the last word; here for where there is no GPU.
     """
     share, wanted = _gpu()[1] // p.batch, _gpu()[1] * 9 // 10  # multiprocessors for each of the batch
-    resident = _resident_kernel(p)
     if (
         decode_kernel(p)
         and p.weight_bytes >= _DECODE.weights
         and p.k >= _DECODE.inputs
-        and -(-p.k // 128) * (p.m if p.groups > 1 and p.group_size == 32 else 1) <= _DECODE.stages
+        and -(-p.k // 128) <= _DECODE.stages
         and (p.bits == 4 or p.group_size < 128 or _DECODE.ratio * p.outputs > p.k)
-        and not (resident and _decode_is_slower(p))
+        and not _decode_is_slower(p)
         and share * p.batch >= wanted
         and 2 * p.batch * min(-(-p.n // 16), share) >= wanted
     ):
         return "matmul_decode"
-    if resident and p.split and _resident(p) < math.inf:
+    if p.split and _resident(p) < math.inf:
         return "matmul_resident"
     wide = p.bits == 8 and p.batch * -(-p.n // TILE_N) > _gpu()[1]
     aligned = _aligned(p)
     by_warpgroups = aligned is not None
-    always = aligned is not None and (p.small_groups or aligned.plain or p.split or p.table or (p.floats and resident))
+    always = aligned is not None and (
+        p.small_groups or aligned.plain or p.split or p.table or (p.floats and _resident_kernel(p))
+    )
     streamed = p.m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if by_warpgroups and not streamed:
@@ -552,7 +557,7 @@ def kernel(p: Product) -> str:
             by_warpgroups, other = other < streaming, min(other, streaming)
     elif not streamed:
         other = _stream(p)
-    if resident and _resident(p) < other:
+    if _resident(p) < other:
         return "matmul_resident"
     if not streamed:
         # With a table another pass takes longer in any case.
@@ -593,8 +598,7 @@ def estimate(p: Product) -> tuple[float, float]:
     fused = math.inf if aligned is None else _warpgroup(p)
     if aligned is None or ((p.split or p.table) and aligned is p and p.m <= STREAM_TOKENS):
         fused = min(fused, _stream(p))
-    if _resident_kernel(p):
-        fused = min(fused, _resident(p))
+    fused = min(fused, _resident(p))
     if tiled_kernel(p):
         fused = min(fused, _tiled(p))
     if parts := _parts(p):

@@ -188,9 +188,8 @@ namespace resident {
 cudaError_t say_of(const Config& config) {
   return say("matmul_resident", config.cluster, config.parts, config.pass_atoms);
 }
-cudaError_t launch_f16(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
-cudaError_t launch_bf16(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
-cudaError_t launch_f32(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
+cudaError_t launch_four_bits(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
+cudaError_t launch_eight_bits(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
 }  // namespace resident
 namespace decode {
 cudaError_t launch_int4(const MatmulArgs&, const Config&, int, cudaStream_t) { return say("matmul_decode"); }

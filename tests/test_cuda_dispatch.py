@@ -57,24 +57,21 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
         assert kernel(1, group_size, 8192, 30720) == (resident if group_size == 32 else decode)
         assert kernel(1, group_size) == kernel(2, group_size, 8192, 30720) == resident
     assert kernel(3, 64) == resident
-    # Two tokens and groups of 32 have kernels for 16-bit types alone.
-    for types in ({"x": jnp.float32}, {"scales": jnp.float32}):
-        for bits in (4, 8):
-            found = resident if bits == 4 else decode
-            assert kernel(1, 32, **types, bits=bits) == kernel(2, 64, **types, bits=bits) == found
-            other = "matmul_resident" if bits == 4 else "matmul_warpgroup"
-            assert kernel(2, 32, **types, bits=bits) == (other if warpgroups else "matmul_stream")
+    for types in ({}, {"x": jnp.float32}, {"scales": jnp.float32}):
+        for m, group_size in ((1, 32), (2, 64), (2, 32), (2, None)):
+            assert {kernel(m, group_size, **types, bits=bits) for bits in (4, 8)} == {resident}
     # float32 activations: one token of many weights, and what is no integer.
     assert [kernel(m, 128, 8192, 30720, x=jnp.float32) for m in (1, 2)] == [decode, resident]
     assert kernel(1, 128, k=4096, n=4096, x=jnp.float32, scales=jnp.float16) == resident
     assert kernel(2, 128, x=jnp.float32, mode=ShiftMode.ZEROS, shift=jnp.uint8) == resident
     assert kernel(2, 128, x=jnp.float32, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16) == decode
-    assert kernel(2, 32, bits=8) == decode
     # Half of a stage of 128 inputs at the end.
     assert kernel(1, 64, k=8256, n=8192) == resident and kernel(1, None, k=8256, n=32768) == decode
     # Many inputs for few outputs.
     assert {kernel(2, 128, 8192, n) for n in (1584, 1600)} == {resident}
     offsets = {"mode": ShiftMode.OFFSETS, "shift": jnp.bfloat16}
+    for m in (1, 2):
+        assert [kernel(m, 128, k, 2048, bits=8, **offsets) for k in (4096, 8192)] == [resident, decode]
     assert [kernel(2, 128, 16384, n, **offsets) for n in (1584, 1600)] == [resident, decode]
     assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [resident] * 2
     of_small_groups = "matmul_warpgroup" if warpgroups else "matmul_stream"
@@ -110,18 +107,24 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
         # Another kernel from nine tokens on, and where one CTA's part of the activations is too much to keep.
         for m, k in ((9, 5120), (8, 28672)):
             assert kernel(m, k, 5120) in ("matmul_warpgroup", "matmul_stream")
-        assert kernel(4, 5120, 5120, bits=8) in ("matmul_warpgroup", "matmul_stream")
+        assert kernel(4, 5120, 5120, bits=8) == "matmul_resident"
         return
     for group_size in (None, 256, 128, 64, 32):
         assert {kernel(m, 5120, 5120, group_size) for m in (3, 5, 8)} == {"matmul_resident"}
         for mode, shift in ((ShiftMode.ZEROS, jnp.uint8), (ShiftMode.ZEROS, x), (ShiftMode.OFFSETS, x)):
-            assert kernel(5, 5120, 5120, group_size, mode=mode, shift=shift) == "matmul_resident"
+            assert kernel(5, 4096, 4096, group_size, mode=mode, shift=shift) == "matmul_resident"
     assert kernel(4, 4096, 4096, batch=8) == "matmul_resident"
     assert kernel(4, 1088, 1001, None) == "matmul_resident"
     assert [kernel(m, 5120, 5120) for m in (16, 17)] == ["matmul_resident", "matmul_warpgroup"]
     assert kernel(9, 5120, 5120, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_resident"
     assert kernel(9, 5120, 5120, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"
-    assert kernel(4, 1080, 1000, None) == kernel(4, 5120, 5120, bits=8) == "matmul_warpgroup"  # half a tile
+    for group_size in (None, 128, 32):
+        assert {kernel(m, 4096, 4096, group_size, bits=8) for m in (3, 8, 16)} == {"matmul_resident"}
+    # With eight bits and such zeros a warp has no more than two blocks of 128 inputs and 16 outputs.
+    for mode in (ShiftMode.ZEROS, ShiftMode.OFFSETS):
+        found = [kernel(m, 4096, n, bits=8, mode=mode, shift=x) for m in (3, 8) for n in (2112, 2128)]
+        assert found == ["matmul_resident", "matmul_warpgroup"] * 2
+    assert kernel(4, 1080, 1000, None) == kernel(4, 1080, 1000, None, bits=8) == "matmul_warpgroup"  # half a tile
     assert kernel(4, 28672, 8192, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"  # in clusters of four alone
     # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations.
     assert kernel(4, 256, 1024, batch=140) == kernel(4, 131072, 1024) == "matmul_warpgroup"
@@ -278,7 +281,8 @@ def test_float32(monkeypatch, warpgroups):
     assert [kernel(m) for m in (1, 2, 3, 8, 9, 16, 17, 512, 513, 5000)] == [resident] * 4 + [split] * 6
     assert kernel(8, 384, 1536) == kernel(8, 4096, 4096) == resident
     assert kernel(9, 384, 1536) == kernel(4, 8188, group_size=8188) == "matmul_stream"
-    assert kernel(17, 384, 1536) == kernel(17, 384, 1536, batch=3) == kernel(8, batch=2, bits=8) == split
+    assert kernel(17, 384, 1536) == kernel(17, 384, 1536, batch=3) == split
+    assert kernel(8, batch=2, bits=8) == resident
     assert kernel(40, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=8208) == kernel(40, scales=jnp.bfloat16) == split
     assert kernel(40, n=8204) == kernel(40, n=8208, group_size=32) == split
     for mode in ShiftMode.ZEROS, ShiftMode.OFFSETS:

@@ -335,8 +335,9 @@ def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
         assert_product(y, x, weight, **how, **close)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("multiprocessors", [5, 17])
-def test_resident_passes(emulated, rng, monkeypatch, multiprocessors):
+def test_resident_passes(emulated, rng, monkeypatch, multiprocessors, bits):
     """``matmul_resident`` with one, two and four strips of outputs at a time, and one, two and any number of blocks of
     stages for a warp, on GPUs so small that small products have all of that."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
@@ -346,16 +347,16 @@ def test_resident_passes(emulated, rng, monkeypatch, multiprocessors):
         m, k, n = int(rng.integers(1, 9)), 64 * int(rng.integers(1, 160)), int(rng.integers(8, 2500))
         mode, x_dtype = str(rng.choice(MODES)), str(rng.choice(["float16", "bfloat16"]))
         group_size = int(rng.choice([32, 64]))
-        product = product_of(m, k, n, mode, x_dtype, bits=4, group_size=group_size)
-        if k * n > 2_500_000 or _cuda_dispatch.kernel(product) != "matmul_resident":
+        product = product_of(m, k, n, mode, x_dtype, bits=bits, group_size=group_size)
+        if k * n * bits > 10_000_000 or _cuda_dispatch.kernel(product) != "matmul_resident":
             continue
         config = _cuda_dispatch._resident_config(product)
         assert config
-        found = config[2], _cuda_costs.resident_blocks(m, k, n, config)
+        found = config[2], _cuda_costs.resident_blocks(m, k, n, bits, config)
         if found not in wanted:
             continue
         wanted.remove(found)
-        weight = random_weight(rng, k, n, mode=mode, scale_dtype=x_dtype, group_size=group_size)
+        weight = random_weight(rng, k, n, bits=bits, mode=mode, scale_dtype=x_dtype, group_size=group_size)
         x, bias = random_x(rng, (m, k), x_dtype), random_x(rng, (n,))
         y = jw.matmul(x, weight.qt, bias=bias, activation="relu", implementation="cuda")
         assert_product(y, x, weight, bias=bias, activation="relu", cut_off=True)

@@ -135,16 +135,16 @@ def test_kernels_on_cuda(monkeypatch):
     ]
     assert {kernel(4, 8192, 8192, group_size=g) for g in (32, 64, 256)} == {"matmul_resident"}
     assert [kernel(9, k) for k in (12288, 14336)] == ["matmul_resident", "matmul_warpgroup"]
-    assert [kernel(1, 8192, n, bits=8) for n in (1024, 1088)] == ["matmul_warpgroup", "matmul_decode"]
-    assert [kernel(1, 8192, 1024, bits=b, group_size=g) for b, g in ((4, 128), (8, 64))] == [
-        "matmul_resident",
-        "matmul_decode",
-    ]
-    assert [kernel(2, k, group_size=32, bits=8) for k in (21504, 21632)] == ["matmul_decode", "matmul_warpgroup"]
-    assert {kernel(2, group_size=g) for g in (32, 64)} == {"matmul_resident"}
+    for g in (32, 64, 128, None):
+        assert {kernel(2, group_size=g, bits=bits) for bits in (4, 8)} == {"matmul_resident"}
+    # Inputs that are no multiple of 64: not with eight bits and many inputs for their outputs.
+    odd = {"bits": 8, "group_size": None}
+    assert [kernel(1, 8200, n, **odd) for n in (1024, 1032)] == ["matmul_warpgroup", "matmul_decode"]
     # One token: many weights, or very many inputs.
     assert [kernel(1, 8192, n) for n in (30656, 30720)] == ["matmul_resident", "matmul_decode"]
     assert {kernel(1, 8192, 30720, group_size=g) for g in (64, 256, None)} == {"matmul_decode"}
+    assert [kernel(1, 8192, n, bits=8) for n in (15344, 15360)] == ["matmul_resident", "matmul_decode"]
+    assert {kernel(1, 8192, 15360, bits=8, group_size=32), kernel(2, 8192, 15360, bits=8)} == {"matmul_resident"}
     assert kernel(1, 8192, 30720, group_size=32) == kernel(2, 8192, 30720) == "matmul_resident"
     assert [kernel(1, k, 992) for k in (28032, 28160)] == ["matmul_resident", "matmul_decode"]
     assert kernel(1, 28160, 960) == kernel(1, 28160, 992, jnp.float32) == "matmul_resident"
@@ -152,11 +152,11 @@ def test_kernels_on_cuda(monkeypatch):
     assert [kernel(2, 16384, n, mode="offsets") for n in (1584, 1600)] == ["matmul_resident", "matmul_decode"]
     assert kernel(1, 16384, 1584, mode="offsets") == "matmul_decode"
     assert [kernel(1, k) for k in (43008, 43136)] == ["matmul_decode", "matmul_resident"]
-    assert kernel(2, bits=8) == kernel(2, lead=(16,)) == "matmul_decode"
-    assert kernel(2, lead=(15,)) == "matmul_resident"
+    for bits in (4, 8):
+        assert [kernel(2, bits=bits, lead=(batch,)) for batch in (15, 16)] == ["matmul_resident", "matmul_decode"]
     modes = "integer_zeros", "float_zeros", "offsets"
     for size in (32, 64, 128):
-        assert {kernel(3, 8192, 16384, group_size=size, mode=mode) for mode in modes} == {"matmul_resident"}
+        assert {kernel(3, 4096, 4096, group_size=size, mode=mode) for mode in modes} == {"matmul_resident"}
     offsets = {"mode": "offsets", "group_size": 128}
     assert {kernel(1, group_size=g, mode="offsets") for g in (32, 64, 256, None)} == {"matmul_decode"}
     # Where a warp has more than two blocks of weights, by inputs or by outputs.
@@ -164,23 +164,28 @@ def test_kernels_on_cuda(monkeypatch):
         assert [kernel(m, 4096, n, **offsets) for n in (4224, 4240)] == ["matmul_resident", "matmul_decode"]
         assert [kernel(m, k, 4224, **offsets) for k in (4096, 4224)] == ["matmul_resident", "matmul_decode"]
         assert [kernel(m, 8192, n, **offsets) for n in (2112, 2128)] == ["matmul_resident", "matmul_decode"]
-    small = {"bits": 8, "group_size": 64}
-    assert [kernel(1, 1024, n, **small) for n in (1016, 1024)] == ["matmul_warpgroup", "matmul_decode"]
-    assert [kernel(1, k, 8192, **small) for k in (384, 512)] == ["matmul_warpgroup", "matmul_decode"]
-    assert [kernel(1, 4096, n, **small) for n in (912, 936)] == ["matmul_warpgroup", "matmul_decode"]
+        assert [kernel(m, 4096, n, bits=8, **offsets) for n in (2112, 2128)] == ["matmul_resident", "matmul_decode"]
+    # Few weights, inputs or outputs.
+    assert [kernel(1, 1020, n, **odd) for n in (1024, 1032)] == ["matmul_stream", "matmul_decode"]
+    assert [kernel(1, k, 8192, **odd) for k in (508, 516)] == ["matmul_stream", "matmul_decode"]
+    assert [kernel(1, 4100, n, **odd) for n in (912, 936)] == ["matmul_stream", "matmul_decode"]
     assert {kernel(1, 4096, 4096, lead=(batch,)) for batch in (16, 17, 132)} == {"matmul_decode"}
     assert [kernel(1, 4096, 4096, lead=(batch,)) for batch in (14, 50, 133)] == [
         *["matmul_resident"] * 2,
         "matmul_warpgroup",
     ]
-    assert {kernel(4, 4096, n, bits=8) for n in (132 * 64, 132 * 64 + 1)} == {"matmul_warpgroup"}
+    assert {kernel(4, 4096, n, bits=8) for n in (132 * 64, 132 * 64 + 1)} == {"matmul_resident"}
     scheme = {"bits": 8, "mode": "offsets", "group_size": 128}
+    assert {kernel(4, 4096, n, **scheme) for n in (132 * 64, 132 * 64 + 8)} == {"matmul_warpgroup"}
+    scheme["dtype"] = jnp.float16  # another type than that of scales and offsets
     assert [kernel(4, 4096, n, **scheme) for n in (132 * 64, 132 * 64 + 8)] == ["matmul_stream", "matmul_warpgroup"]
-    assert kernel(4, 4096, 132 * 64 + 8, bits=8) == "matmul_warpgroup"
     assert kernel(16, n=8196) == "matmul_resident"
     assert kernel(12, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
     # Rows that are copied first, of scales or activations; not for few tokens of few weights.
-    assert [kernel(4, 1024, n, bits=8) for n in (1023, 1025)] == ["matmul_stream", "matmul_warpgroup"]
+    found = [kernel(4, 1056, n, bits=8, group_size=32) for n in (991, 999)]
+    assert found == ["matmul_stream", "matmul_warpgroup"]
+    found = [kernel(4, 4096, n, bits=8, mode="offsets", group_size=128) for n in (2111, 2113)]
+    assert found == ["matmul_resident", "matmul_warpgroup"]
     odd = {m: kernel(m, 2048, 32001, mode="offsets") for m in (1, 9, 16, 100, 200)}
     assert list(odd.values()) == ["matmul_decode", *["matmul_warpgroup"] * 3, "matmul_tiled"]
     odd = [kernel(m, 777, 10003, group_size=None) for m in (2, 9, 17, 200)]

@@ -38,6 +38,10 @@ def of_warpgroups(name: str, costs: dict) -> str:
     return lines + f"inline constexpr warpgroup::Costs {name}{{{', '.join(fields)}}};\n"
 
 
+def resident(name: str, costs: dict) -> str:
+    return f"inline constexpr resident::Costs {name}{row(costs['costs'].values())};\n"
+
+
 def in_tiles(kind: str, name: str, costs: dict) -> str:
     others = ", ".join(number(value) for key, value in costs.items() if key != "stages")
     stages = f"{name}Stages"
@@ -78,8 +82,10 @@ def header() -> str:
             of_warpgroups("kSplitWarpgroup", newer["split_warpgroup"]),
             of_warpgroups("kTableWarpgroup", newer["table_warpgroup"]),
             of_warpgroups("kSplitTable", newer["split_table"]),
-            f"inline constexpr resident::Costs kResident{row(newer['resident']['costs'].values())};\n",
-            f"inline constexpr resident::Costs kSplitResident{row(newer['split_resident']['costs'].values())};\n",
+            resident("kResident", newer["resident"]),
+            resident("kSplitResident", newer["split_resident"]),
+            resident("kEightBitResident", newer["eight_bit_resident"]),
+            resident("kEightBitSplitResident", newer["eight_bit_split_resident"]),
             "// Of products by two kernels (matmul_parts.h).\n",
             f"inline constexpr float kPartsJoin = {number(newer['parts']['join'])};\n",
             f"inline constexpr float kPartsGain = {number(newer['parts']['gain'])};\n",

@@ -98,6 +98,12 @@ float stream_us(const MatmulArgs& args, const Device& device) {
   return waves > kFewWaves ? std::max(us, static_cast<float>(waves) * wave) : us;
 }
 
+// What matmul_resident is expected to take for a product, and how; 0 where it does not take it.
+float resident_us(const MatmulArgs& args, const Device& device, resident::Config* config) {
+  if (device.architecture != 90 || !resident::supports(args)) return 0.f;
+  return resident::choose(args, device.multiprocessors, shared_share(device, 1), config);
+}
+
 // Where matmul_resident takes a product too, which is faster but for one token of very many inputs or weights, and for
 // float zeros and offsets where a warp has more than a few weights.
 bool decode_is_slower(const MatmulArgs& args, const Device& device) {
@@ -105,7 +111,7 @@ bool decode_is_slower(const MatmulArgs& args, const Device& device) {
   const bool floats = has_float_shift(args);
   if (!floats && args.batch >= costs::kDecodeEntries) return false;
   resident::Config config{};
-  if (resident::choose(args, device.multiprocessors, shared_share(device, 1), &config) == 0.f) return false;
+  if (resident_us(args, device, &config) == 0.f) return false;
   // For few outputs two tokens of many inputs take long to prepare.
   const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
   if (floats) return resident::blocks_of(args, config) > 0 || (args.m > 1 && few);
@@ -121,10 +127,9 @@ bool decodes(const MatmulArgs& args, const Device& device) {
   if (device.architecture != 90 || !decode::supports(args)) return false;
   const int64_t outputs = args.batch * args.n;
   if (outputs * args.k * args.bits / 8 < costs::kDecodeWeights || args.k < costs::kDecodeInputs) return false;
-  const int groups = decode::stage_groups(args);
-  if (ceil_div(args.k, 128) * (groups == 4 ? args.m : 1) > costs::kDecodeStages) return false;
-  if (groups == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
-  if (resident::supports(args) && decode_is_slower(args, device)) return false;
+  if (ceil_div(args.k, 128) > costs::kDecodeStages) return false;
+  if (decode::stage_groups(args) == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
+  if (decode_is_slower(args, device)) return false;
   // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without, and a lone entry not
   // more than half of them.
   const int64_t share = device.multiprocessors / args.batch, wanted = device.multiprocessors * 9 / 10;
@@ -153,9 +158,11 @@ bool has_odd_rows(const MatmulArgs& args) {
 }
 // Whether it then waits until they are where it can. Few tokens do not, with few weights, or where matmul_resident,
 // which needs none of this, is there.
-bool aligns_rows(const MatmulArgs& args) {
+bool aligns_rows(const MatmulArgs& args, const Device& device) {
   const int64_t weights = args.batch * args.n * args.k * args.bits / 8;
-  const bool few = args.m <= costs::kStreamTokens && (weights < costs::kDecodeWeights || resident::supports(args));
+  resident::Config config{};
+  const bool few =
+      args.m <= costs::kStreamTokens && (weights < costs::kDecodeWeights || resident_us(args, device, &config) > 0.f);
   return !few && aligned_rows::bytes(args) <= args.scratch_bytes;
 }
 
@@ -178,7 +185,7 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const bool small_groups = has_small_groups(args);
   const bool splits = args.x_dtype == DType::kF32;
-  const bool odd_rows = device.architecture == 90 && has_odd_rows(args), aligns = odd_rows && aligns_rows(args);
+  const bool odd_rows = device.architecture == 90 && has_odd_rows(args), aligns = odd_rows && aligns_rows(args, device);
   const MatmulArgs aligned = aligns ? aligned_rows::after(args) : args;  // what matmul_warpgroup takes
   bool by_warpgroups = warpgroup::supports(aligned);
   const bool table = args.shift_mode == ShiftMode::kTable;
@@ -199,12 +206,10 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
     by_warpgroups = by_warpgroups && us < streaming;
     us = std::min(us, streaming);
   }
-  if (device.architecture == 90 && resident::supports(args)) {  // of float32 nearly always faster
-    resident::Config config{};
-    const float resident_us = resident::choose(args, device.multiprocessors, shared_share(device, 1), &config);
-    // Streaming odd rows takes longer than estimated.
-    if (resident_us > 0.f && (streamed || splits || (odd_rows && !aligns) || resident_us < us)) return config;
-  }
+  resident::Config residents{};
+  const float of_residents = resident_us(args, device, &residents);
+  // Of float32 nearly always faster, and streaming odd rows takes longer than estimated.
+  if (of_residents > 0.f && (streamed || splits || (odd_rows && !aligns) || of_residents < us)) return residents;
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
     const bool in_tiles =

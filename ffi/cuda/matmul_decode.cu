@@ -8,7 +8,7 @@ bool supports(const MatmulArgs& args) {
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   if (shift_size > 1 && shift_size != scale_size) return false;
   const int groups = stage_groups(args);
-  if (groups == 4 && args.m > 1 && (args.bits == 4 || scale_size != 2 || args.x_dtype == DType::kF32)) return false;
+  if (groups == 4 && args.m > 1) return false;
   return groups == 1 || args.k % 128 == 0;  // whole stages
 }
 

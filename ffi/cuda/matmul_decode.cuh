@@ -81,18 +81,17 @@ constexpr int kPairs = kColumns / 2;
 //   64, one token  one sum, columns split
 //   64, two        two sums
 //   32, one        two sums, columns split
-//   32, two        likewise for one token after the other, which are turns; int8 alone, as matmul_resident is faster
-// A turn that is in the instructions takes time even where there is none, so those are a kernel of their own.
+//   32, two        no kernel: matmul_resident is faster
 // kScaleSize, kShiftSize: bytes of a scale, and of a zero or offset, 0 without. A choice of type would stand between
 // loads that are to go out together, and wait for them.
-template <int kBits_, int kDigits_, int kSums_, int kTurns_, int kScaleSize_, int kShiftSize_>
+template <int kBits_, int kDigits_, int kSums_, int kScaleSize_, int kShiftSize_>
 struct Shape {
   static constexpr int kBits = kBits_;
   static constexpr int kDigits = kDigits_;  // of an activation: 3, or 4 of float32
-  static constexpr int kSums = kSums_, kTurns = kTurns_;
+  static constexpr int kSums = kSums_;
   static constexpr int kScaleSize = kScaleSize_, kShiftSize = kShiftSize_;
   static constexpr bool kPlain = kShiftSize == 0;
-  static_assert(kDigits <= kHalfColumns && kMaxTokens == 2 && kTurns <= kSums && kSums <= 2);
+  static_assert(kDigits <= kHalfColumns && kMaxTokens == 2 && kSums <= 2);
   static constexpr int kWarpgroups = 4;
   static constexpr int kThreads = kWarpgroups * 128;
   static constexpr int kTiles = kStageK / tile_k(kBits);  // packed tiles of a stage
@@ -347,7 +346,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   }
   uint8_t* const digits = shared;
   const bool split = params.split;
-  Pair* const pairs = reinterpret_cast<Pair*>(shared + S::kTurns * stages * S::kDigitBytes);
+  Pair* const pairs = reinterpret_cast<Pair*>(shared + stages * S::kDigitBytes);
   static_assert(kMaxTokens == 2, "the token of a task is found by one comparison");
   const int x_blocks = stages * kStageBlocks, tasks = 4 * x_blocks * tokens;
   const int64_t x_at = batch * args.x_batch_stride + static_cast<int64_t>(first_stage) * kStageK + 2 * t;
@@ -364,7 +363,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
 #pragma unroll
   for (int i = 0; i < kXAhead; ++i) load_task(x[i], threadIdx.x + i * S::kThreads);
   if (split) {
-    for (int i = threadIdx.x; i < S::kTurns * x_blocks * 2 * kHalfColumns; i += S::kThreads) {
+    for (int i = threadIdx.x; i < x_blocks * 2 * kHalfColumns; i += S::kThreads) {
       const int block = i / (2 * kHalfColumns), k_half = i / kHalfColumns % 2, half = 1 - S::half_of(block);
       const int column = half * kHalfColumns + i % kHalfColumns;
       *reinterpret_cast<uint4*>(digits + S::block_at(block) + k_half * S::kHalfBytes + column * 16) = uint4{};
@@ -450,11 +449,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   for (int first = threadIdx.x / 32 * 32; first < tasks; first += S::kThreads) {  // whole warps: lanes exchange
     const int task = first + lane;
     const int of_tokens = task / 4, token = of_tokens < x_blocks ? 0 : 1, block = of_tokens - token * x_blocks;
-    // Where columns are split, the stages of a token follow those of the one before.
-    const int half = split ? S::half_of(block) : token, at = split ? of_tokens : block;
+    const int half = split ? S::half_of(block) : token;
     const int sum = block % kStageBlocks * S::kSums / kStageBlocks;
-    const bool finite = prepare<S>(x[0], bf16, task < tasks, split, digits + S::block_at(at) + half * kHalfColumns * 16,
-                                   pairs + (at / kStageBlocks * kPairs + half * 2) * S::kSums + sum);
+    const bool finite =
+        prepare<S>(x[0], bf16, task < tasks, split, digits + S::block_at(block) + half * kHalfColumns * 16,
+                   pairs + (block / kStageBlocks * kPairs + half * 2) * S::kSums + sum);
     if (!finite && task < tasks) not_finite[token] = 1;
 #pragma unroll
     for (int i = 1; i < kXAhead; ++i) x[i - 1] = x[i];
@@ -474,7 +473,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   const int part_rows = (params.atoms_each + (params.atoms_over > 0)) * kAtomN;
 #pragma unroll 1
   for (int pass_atom = first_atom; pass_atom < end_atom; pass_atom += 4) {
-    float acc[S::kTurns][2] = {};
+    float acc[2] = {};
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
 #pragma unroll
@@ -491,50 +490,46 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             }
           }
           float scale[S::kSums][2], z[S::kSums][2];
+          const uint64_t operand = operands + stage * (S::kDigitBytes >> 4);
+          int part_sums[S::kSums][4];
+          ptx::wgmma_fence();
 #pragma unroll
-          for (int turn = 0; turn < S::kTurns; ++turn) {
-            const int turn_stage = stage + turn * stages;
-            const uint64_t operand = operands + turn_stage * (S::kDigitBytes >> 4);
-            int part_sums[S::kSums][4];
-            ptx::wgmma_fence();
+          for (int tile = 0; tile < S::kTiles; ++tile) {
+            constexpr int kRun = S::kRunBytes >> 4, kHalf = S::kHalfBytes >> 4, kSumTiles = S::kTiles / S::kSums;
+            auto& sums = part_sums[tile / kSumTiles];
+            const int accumulate = tile % kSumTiles > 0;
+            if constexpr (S::kBits == 4) {
+              ptx::wgmma_u8s8(sums, low[tile], operand + 2 * tile * kRun, accumulate);
+              ptx::wgmma_u8s8(sums, words[ahead][tile], operand + 2 * tile * kRun + kHalf, 1);
+            } else {
+              ptx::wgmma_u8s8(sums, words[ahead][tile], operand + tile * kRun, accumulate);
+            }
+          }
+          ptx::wgmma_commit();
 #pragma unroll
-            for (int tile = 0; tile < S::kTiles; ++tile) {
-              constexpr int kRun = S::kRunBytes >> 4, kHalf = S::kHalfBytes >> 4, kSumTiles = S::kTiles / S::kSums;
-              auto& sums = part_sums[tile / kSumTiles];
-              const int accumulate = tile % kSumTiles > 0;
-              if constexpr (S::kBits == 4) {
-                ptx::wgmma_u8s8(sums, low[tile], operand + 2 * tile * kRun, accumulate);
-                ptx::wgmma_u8s8(sums, words[ahead][tile], operand + 2 * tile * kRun + kHalf, 1);
+          for (int i = 0; i < 2 * S::kSums; ++i) {
+            const uint32_t bits = scale_bits[ahead][i / 2][i % 2], z_bits = shift_bits[ahead][i / 2][i % 2];
+            scale[i / 2][i % 2] = bits_to_float<S::kScaleSize>(bits, bf16_scales);
+            if constexpr (!S::kPlain) z[i / 2][i % 2] = bits_to_float<S::kShiftSize>(z_bits, bf16_shift);
+          }
+          ptx::wgmma_wait<0>();
+#pragma unroll
+          for (int sum = 0; sum < S::kSums; ++sum) {
+            const Pair pair = pairs[(stage * kPairs + t) * S::kSums + sum];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int value = part_sums[sum][2 * i] + part_sums[sum][2 * i + 1] * 256;
+              float& to = acc[i];
+              if constexpr (S::kPlain) {
+                const float shifted = static_cast<float>(value - static_cast<int>(pair.sum));
+                to = fmaf(scale[sum][i] * pair.scale, shifted, to);
               } else {
-                ptx::wgmma_u8s8(sums, words[ahead][tile], operand + tile * kRun, accumulate);
-              }
-            }
-            ptx::wgmma_commit();
-#pragma unroll
-            for (int i = 0; i < 2 * S::kSums && turn == 0; ++i) {
-              const uint32_t bits = scale_bits[ahead][i / 2][i % 2], z_bits = shift_bits[ahead][i / 2][i % 2];
-              scale[i / 2][i % 2] = bits_to_float<S::kScaleSize>(bits, bf16_scales);
-              if constexpr (!S::kPlain) z[i / 2][i % 2] = bits_to_float<S::kShiftSize>(z_bits, bf16_shift);
-            }
-            ptx::wgmma_wait<0>();
-#pragma unroll
-            for (int sum = 0; sum < S::kSums; ++sum) {
-              const Pair pair = pairs[(turn_stage * kPairs + t) * S::kSums + sum];
-#pragma unroll
-              for (int i = 0; i < 2; ++i) {
-                const int value = part_sums[sum][2 * i] + part_sums[sum][2 * i + 1] * 256;
-                float& to = acc[turn][i];
-                if constexpr (S::kPlain) {
-                  const float shifted = static_cast<float>(value - static_cast<int>(pair.sum));
-                  to = fmaf(scale[sum][i] * pair.scale, shifted, to);
-                } else {
-                  const bool offsets = S::kShiftSize != 1 && args.shift_mode == ShiftMode::kOffsets;
-                  const float of_ones = __uint_as_float(pair.sum), of_codes = static_cast<float>(value);
-                  const float factor = offsets ? pair.scale : scale[sum][i] * pair.scale;
-                  const float shifted = offsets ? fmaf(scale[sum][i], of_codes, z[sum][i] * of_ones)
-                                                : fmaf(-z[sum][i], of_ones, of_codes);
-                  to = fmaf(factor, shifted, to);
-                }
+                const bool offsets = S::kShiftSize != 1 && args.shift_mode == ShiftMode::kOffsets;
+                const float of_ones = __uint_as_float(pair.sum), of_codes = static_cast<float>(value);
+                const float factor = offsets ? pair.scale : scale[sum][i] * pair.scale;
+                const float shifted =
+                    offsets ? fmaf(scale[sum][i], of_codes, z[sum][i] * of_ones) : fmaf(-z[sum][i], of_ones, of_codes);
+                to = fmaf(factor, shifted, to);
               }
             }
           }
@@ -548,13 +543,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if (pass_atom > first_atom) __syncthreads();  // those before are read
     const int row = warp % 4 * kAtomN + g;
 #pragma unroll
-    for (int turn = 0; turn < S::kTurns; ++turn) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int at = (turn * S::kWarpgroups + warpgroup) * kTileN + row + 8 * i;
-        partial[at * kPairs + t] = acc[turn][i];
-      }
-    }
+    for (int i = 0; i < 2; ++i) partial[(warpgroup * kTileN + row + 8 * i) * kPairs + t] = acc[i];
     __syncthreads();
     const int rows = min(kTileN, (end_atom - pass_atom) * kAtomN);
     for (int i = threadIdx.x; i < tokens * kTileN; i += S::kThreads) {
@@ -567,8 +556,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       for (int pair = 2; pair-- > 0;) {
 #pragma unroll
         for (int other = 0; other < S::kWarpgroups; ++other) {
-          const int at = ((S::kTurns > 1 ? token : 0) * S::kWarpgroups + other) * kTileN + row_of_pass;
-          const float* const sums = partial + at * kPairs + pair;
+          const float* const sums = partial + (other * kTileN + row_of_pass) * kPairs + pair;
           value += split ? sums[0] + sums[2] : sums[token * 2];
         }
       }
@@ -615,10 +603,10 @@ cudaError_t launch_shape(Params params, Tokens source, const Config& config, int
   params.atoms_each = static_cast<int>(atoms / config.parts);
   params.atoms_over = static_cast<int>(atoms % config.parts);
   params.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
-  const int64_t stage_bytes = int64_t{S::kTurns} * params.stages_each * S::kStageBytes;
+  const int64_t stage_bytes = int64_t{params.stages_each} * S::kStageBytes;
   if (stage_bytes > shared_bytes) return cudaErrorInvalidConfiguration;
   params.partial_at = static_cast<int>(stage_bytes);
-  params.total_at = params.partial_at + S::kTurns * S::kWarpgroups * kTileN * kPairs * 4;
+  params.total_at = params.partial_at + S::kWarpgroups * kTileN * kPairs * 4;
   const int64_t part_rows = (params.atoms_each + (params.atoms_over > 0)) * kAtomN;
   int64_t more = config.cluster > 1 ? params.args.m * part_rows * 4 : 0;
   LaunchShape shape;
@@ -637,14 +625,14 @@ cudaError_t launch_shape(Params params, Tokens source, const Config& config, int
   return launch_kernel(decode_matmul<S, Tokens>, shape, stream, params, source);
 }
 
-template <int kBits, int kDigits, int kSums, int kTurns, typename Tokens>
+template <int kBits, int kDigits, int kSums, typename Tokens>
 cudaError_t launch_sums(const Params& params, const Tokens& source, const Config& config, int shared_bytes,
                         cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   const auto of_scales = [&](auto scale_size) {
     const auto launch = [&](auto shift) {
-      using S = Shape<kBits, kDigits, kSums, kTurns, scale_size.value, shift.value>;
+      using S = Shape<kBits, kDigits, kSums, scale_size.value, shift.value>;
       return launch_shape<S>(params, source, config, shared_bytes, stream);
     };
     if (shift_size == 0) return launch(std::integral_constant<int, 0>{});
@@ -652,8 +640,7 @@ cudaError_t launch_sums(const Params& params, const Tokens& source, const Config
     return shift_size == scale_size.value ? launch(scale_size) : cudaErrorNotSupported;
   };
   if (element_size(args.scale_dtype) == 2) return of_scales(std::integral_constant<int, 2>{});
-  if constexpr (kTurns == 1) return of_scales(std::integral_constant<int, 4>{});
-  return cudaErrorNotSupported;
+  return of_scales(std::integral_constant<int, 4>{});
 }
 
 template <int kBits, int kDigits, typename Tokens>
@@ -662,13 +649,10 @@ cudaError_t launch_digits(Params params, const Tokens& source, int tokens, const
   const int groups = stage_groups(params.args);
   params.split = groups == 4 || (groups == 2 && tokens == 1);
   if (groups == 1 || (groups == 2 && tokens == 1)) {
-    return launch_sums<kBits, kDigits, 1, 1>(params, source, config, shared_bytes, stream);
+    return launch_sums<kBits, kDigits, 1>(params, source, config, shared_bytes, stream);
   }
   if (groups == 2 || tokens == 1) {
-    return launch_sums<kBits, kDigits, 2, 1>(params, source, config, shared_bytes, stream);
-  }
-  if constexpr (kBits == 8 && kDigits == 3 && !Tokens::kRagged) {
-    return launch_sums<kBits, kDigits, 2, 2>(params, source, config, shared_bytes, stream);
+    return launch_sums<kBits, kDigits, 2>(params, source, config, shared_bytes, stream);
   }
   return cudaErrorNotSupported;
 }

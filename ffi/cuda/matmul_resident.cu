@@ -23,7 +23,7 @@ int blocks_of(const MatmulArgs& args, const Config& config) {
   const int64_t stages = ceil_div(ceil_div(args.k, kStageInputs), config.cluster);
   if (args.m > 8 || !is_alike(args)) return 0;
   if (ceil_div(args.n, kAtomN) > int64_t{config.parts} * config.pass_atoms) return 0;
-  const int64_t blocks = ceil_div(stages * config.pass_atoms, kAhead * kWarps);
+  const int64_t blocks = ceil_div(stages * config.pass_atoms, ahead(args.bits) * kWarps);
   return blocks <= 2 ? static_cast<int>(blocks) : 0;
 }
 
@@ -33,7 +33,7 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.atoms_each = static_cast<int>(atoms / config.parts);
   layout.atoms_over = static_cast<int>(atoms % config.parts);
   layout.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
-  layout.log2_piece = log2_block_stages(config.pass_atoms);
+  layout.log2_piece = log2_block_stages(args.bits, config.pass_atoms);
   while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
   layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
   // Activations, as many as mma.sync reads, and sums of a strip. float32 ones have two rows each and a factor for a
@@ -66,20 +66,24 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
 bool supports(const MatmulArgs& args) {
   const bool split = args.x_dtype == DType::kF32;
   const int tokens = split || has_float_shift(args) ? 8 : kMaxTokens;
-  if (args.bits != 4 || args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
+  if (args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
   if (args.k > kMostInputs) return false;
   if (!split && args.scale_dtype == args.x_dtype) return !has_float_shift(args) || args.shift_dtype == args.x_dtype;
   return !has_float_shift(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
 }
 
 bool has_passes(const MatmulArgs& args, const Config& config) {
-  if (config.pass_atoms == 1) return !has_float_shift(args) && blocks_of(args, config) > 0;
+  const bool few = blocks_of(args, config) > 0;
+  // With eight bits and more blocks matmul_warpgroup and matmul_decode are faster.
+  if (has_float_shift(args) && (config.pass_atoms == 1 || (args.bits == 8 && !few))) return false;
+  if (config.pass_atoms == 1) return few;
   return config.pass_atoms == kMostPassAtoms || is_alike(args);
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
   const bool split = args.x_dtype == DType::kF32;
-  const Costs& costs = split ? costs::kSplitResident : costs::kResident;
+  const Costs& costs = args.bits == 8 ? (split ? costs::kEightBitSplitResident : costs::kEightBitResident)
+                                      : (split ? costs::kSplitResident : costs::kResident);
   const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);
   const bool small_groups = has_small_groups(args), sums = has_float_shift(args);
   float stage = costs.stages;
@@ -105,7 +109,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
       if (args.m > 8 && pass_atoms < kMostPassAtoms && passes > 1) continue;
       float us = costs.start + (sums ? costs.adding : 0.f) + (table ? costs.filling : 0.f) + cluster.start +
                  costs.passes * static_cast<float>(passes) +
-                 costs.turns * static_cast<float>(passes * ceil_div(each, 2 * kAhead)) +
+                 costs.turns * static_cast<float>(passes * ceil_div(each, 2 * ahead(args.bits))) +
                  stage * static_cast<float>(passes * each) + costs.rows * static_cast<float>(args.m * each) +
                  costs.words * static_cast<float>(part_atoms * stages) / kWarps;
       us += costs.teams * static_cast<float>(cluster.ctas * (teams - kWarps / kMostPassAtoms));
@@ -122,9 +126,8 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
 }
 
 cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
-  return args.x_dtype == DType::kF32   ? launch_f32(args, config, shared_bytes, stream)
-         : args.x_dtype == DType::kF16 ? launch_f16(args, config, shared_bytes, stream)
-                                       : launch_bf16(args, config, shared_bytes, stream);
+  return args.bits == 8 ? launch_eight_bits(args, config, shared_bytes, stream)
+                        : launch_four_bits(args, config, shared_bytes, stream);
 }
 
 }  // namespace wonly::resident

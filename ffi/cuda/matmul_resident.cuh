@@ -54,13 +54,11 @@ constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cl
 constexpr int kCopiedAt = 256;    // and those of pieces of float32 activations before they are split
 constexpr int kUndoAt = 768;      // behind them what undoes a table's power of two
 static_assert(kTableBytes == kTablePairs * kWideRowBytes);
-constexpr int kThreads = kWarps * 32;  // that multiply
-constexpr int kSplitWarps = 4;         // that split float32 activations, each for the stages of one team
-constexpr int kSplitRows = 4;          // tokens of a stage at once
-constexpr int kUnscalePower = 13;      // Convert::kUnscale is this power of two
-constexpr int kBits = 4;
-constexpr int kTiles = kStageInputs / tile_k(kBits);  // packed tiles of a stage
-constexpr int kTurn = 2 * kAhead;
+constexpr int kThreads = kWarps * 32;        // that multiply
+constexpr int kSplitWarps = 4;               // that split float32 activations, each for the stages of one team
+constexpr int kSplitRows = 4;                // tokens of a stage at once
+constexpr int kUnscalePower = 13;            // Convert::kUnscale is this power of two
+constexpr int kChunks = kStageInputs / 64;   // of a token's activations of a stage, as the tensor copy engine has them
 constexpr uint32_t kTf32Bits = 0xffffe000u;  // of a float32
 constexpr int kStageBlocks = kStageInputs / 32;
 constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks of 32
@@ -89,15 +87,20 @@ struct Params {
 
 // kGroups: scales of a stage, at least as many as it has groups. kAnyScales: these are of any type, not of 16-bit
 // activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
-template <typename Input, int kPass, int kBlocks_, int kColumns_, int kGroups_, ShiftKind kShift_, bool kAnyScales_>
+template <typename Input, int kBits_, int kPass, int kBlocks_, int kColumns_, int kGroups_, ShiftKind kShift_,
+          bool kAnyScales_>
 struct Shape {
   static constexpr bool kSplit = std::is_same_v<Input, float>, kAnyScales = kAnyScales_;
   using X = std::conditional_t<kSplit, __half, Input>;
-  static constexpr int kColumns = kColumns_, kGroups = kGroups_;
+  static constexpr int kBits = kBits_, kColumns = kColumns_, kGroups = kGroups_;
+  static constexpr int kLog2Tiles = kBits == 4 ? 1 : 2, kTiles = 1 << kLog2Tiles;  // packed tiles of a stage
+  static_assert(kTiles * tile_k(kBits) == kStageInputs);
+  static constexpr int kAhead = ahead(kBits), kTurn = 2 * kAhead;
   static constexpr int kPassAtoms = kPass, kTeams = kWarps / kPass;
   static constexpr int kBlocks = kBlocks_;            // of kAhead stages that a warp has, of one strip; 0: any, of any
   static constexpr int kStepTiles = kTeams * kTiles;  // from a stage of a team to its next
-  static constexpr int kLog2Block = log2_block_stages(kPass);  // a piece of the activations has as many stages, or more
+  static constexpr int kLog2Block =
+      log2_block_stages(kBits, kPass);  // a piece of the activations has as many stages, or more
   static constexpr ShiftKind kShift = kShift_;
   static constexpr int kShiftSize = kShift == ShiftKind::kFloats ? 2 : kShift == ShiftKind::kBytes ? 1 : 0;  // in bytes
   static constexpr int kTokens = kSplit ? 8 : kColumns;
@@ -114,8 +117,8 @@ struct Shape {
   // Warps that multiply split the first piece, for which they have yet to wait; of up to four tokens they would ask for
   // their next weights too late.
   static constexpr bool kAllSplit = kSplit && kColumns == 16;
-  static constexpr int kFactors = kColumns / 2;                               // of a stage's tokens
-  static constexpr int kTileRowBytes = 64 * static_cast<int>(sizeof(Input));  // a token's inputs of a packed tile
+  static constexpr int kFactors = kColumns / 2;                                     // of a stage's tokens
+  static constexpr int kRowBytes = kStageInputs * static_cast<int>(sizeof(Input));  // a token's inputs of a stage
   // Outputs that are not finite are summed up again, term by term.
   static constexpr bool kExact = kSums || kSplit;
 };
@@ -135,8 +138,8 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Div
   for (int i = 0; i < kSplitRows; ++i) {
     int token;
     const int step = tokens.divide(min(first + i, end - 1), &token);
-    const int tile = step * S::kStepTiles + team * kTiles + lane / 16;
-    row_of[i] = 2 * (tile * static_cast<int>(tokens.divisor) + token);
+    const int chunk = step * (S::kTeams * kChunks) + team * kChunks + lane / 16;
+    row_of[i] = 2 * (chunk * static_cast<int>(tokens.divisor) + token);
     factor_of[i] = (step * S::kTeams + team) * S::kFactors + token;
     values[i] = *reinterpret_cast<const uint4*>(x + row_of[i] * 128 + lane % 16 * 16);
   }
@@ -195,7 +198,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   using X = typename S::X;
   using C = Convert<X>;
   constexpr int kTokens = S::kTokens, kColumns = S::kColumns, kGroups = S::kGroups;
-  constexpr int kPassAtoms = S::kPassAtoms, kTeams = S::kTeams, kStepTiles = S::kStepTiles;
+  constexpr int kPassAtoms = S::kPassAtoms, kTeams = S::kTeams;
+  constexpr int kBits = S::kBits, kTiles = S::kTiles, kStepTiles = S::kStepTiles;
+  constexpr int kAhead = S::kAhead, kTurn = S::kTurn;
   extern __shared__ __align__(1024) uint8_t shared[];
   uint64_t* const arrived = reinterpret_cast<uint64_t*>(shared);
   uint64_t* const received = reinterpret_cast<uint64_t*>(shared + kReceivedAt);
@@ -219,13 +224,14 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const int cta_tiles = min(layout.stages_each * kTiles, params.k_tiles - first_stage * kTiles);
 
   const int tokens = static_cast<int>(args.m);
-  const int pieces = (cta_tiles + (kTiles << layout.log2_piece) - 1) >> (layout.log2_piece + 1);
+  const auto cta_stages = [&] { return (cta_tiles + kTiles - 1) / kTiles; };
+  const int pieces = (cta_tiles + (kTiles << layout.log2_piece) - 1) >> (layout.log2_piece + S::kLog2Tiles);
   uint64_t* const copied = S::kSplit ? reinterpret_cast<uint64_t*>(shared + kCopiedAt) : arrived;
   const auto copy_piece = [&](int i) {
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
-    const int piece_bytes = tokens * (kTiles * S::kTileRowBytes) << layout.log2_piece;
+    const int piece_bytes = tokens * S::kRowBytes << layout.log2_piece;
     ptx::barrier_expect(copied + i, piece_bytes);
-    ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kTiles, x_batch,
+    ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kChunks, x_batch,
                         copied + i);
   };
   // A later piece, when `piece` is there.
@@ -241,8 +247,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       __syncthreads();
       if (cluster > 1) ptx::cluster_arrive();
       const int of = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-      const int stages = (cta_tiles + kTiles - 1) / kTiles;
-      const int rows = (stages - of + kTeams - 1) / kTeams * tokens;
+      const int rows = (cta_stages() - of + kTeams - 1) / kTeams * tokens;
 #pragma unroll 1
       for (int piece = 0; piece < pieces; ++piece) {
         ptx::barrier_wait(copied + piece, 0);
@@ -333,7 +338,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const auto fetch_scales_of = [&](auto first, int buffer, int left) {
 #pragma unroll
     for (int stage = 0; stage < kAhead; ++stage) {
-      const bool wanted = stage * kStepTiles + (kGroups > 1 ? t / 2 : 0) < left;
+      const bool wanted = stage * kStepTiles + (kGroups > 1 ? t * kTiles / kStageBlocks : 0) < left;
       const int64_t step = stage * params.step_scales;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -382,8 +387,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 
   if (S::kAllSplit && cta_tiles > 0) {
     ptx::barrier_wait(copied, 0);
-    const int stages = (cta_tiles + kTiles - 1) / kTiles;
-    const int end = min(piece_rows, (stages - team + kTeams - 1) / kTeams * tokens);
+    const int end = min(piece_rows, (cta_stages() - team + kTeams - 1) / kTeams * tokens);
 #pragma unroll 1
     for (int row = __shfl_sync(0xffffffffu, warp % kPassAtoms, 0) * kSplitRows; row < end;
          row += kPassAtoms * kSplitRows) {
@@ -396,7 +400,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   if constexpr (S::kSums) {  // of a piece when it has come, behind its branch in the loop: 14 to 25% slower
     for (int i = 0; i < pieces; ++i) ptx::barrier_wait(arrived + i, 0);
     for (int stage = warp; stage * kTiles < cta_tiles; stage += kThreads / 32) {
-      add_activations<X>(x, stage * kTiles * tokens, tokens, lane, sums + stage * kSumBytes);
+      add_activations<X>(x, stage * kChunks * tokens, tokens, lane, sums + stage * kSumBytes);
     }
     __syncthreads();
   }
@@ -405,13 +409,13 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   // Where this lane's rows of activations for ldmatrix are: of a team's first stage, and its next stages a
   // multiple of eight rows further, so that the swizzle is the same.
   const int rows = S::kSplit ? 2 * tokens : tokens;
-  uint32_t of_tile[kTiles];
+  uint32_t of_chunk[kChunks];
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int row = (team * kTiles + tile) * rows + (S::kSplit ? min(lane % 8, rows - 1) : lane % 8);
-    of_tile[tile] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const int row = (team * kChunks + chunk) * rows + (S::kSplit ? min(lane % 8, rows - 1) : lane % 8);
+    of_chunk[chunk] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
   }
-  const uint32_t stage_step = kStepTiles * rows * 128;
+  const uint32_t stage_step = kTeams * kChunks * rows * 128;
   const uint32_t of_factors = ptx::shared_address(sums + (team * S::kFactors + t) * 4);
   const uint32_t table = ptx::shared_address(shared + kBarrierBytes);
   const float unscale = S::kTable ? *undo_table : S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
@@ -485,18 +489,22 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
               minus_zero[0] = S::kSums ? 0 : C::minus_zero(bias_of(kBits));
               if constexpr (S::kShift == ShiftKind::kBytes) minus_zero[0] = ptx::low_twice(pair);
               minus_zero[1] = S::kShift == ShiftKind::kBytes ? ptx::high_twice(pair) : minus_zero[0];
-              const uint4& w = stage_words[block / 2];
+              const uint4& w = stage_words[block * kTiles / kStageBlocks];
               uint32_t codes[2][4], second_numbers[2][4];
-              const uint32_t low = block % 2 == 0 ? w.x : w.z, high = block % 2 == 0 ? w.y : w.w;
+              const bool first_half = kBits == 8 || block % 2 == 0;
+              const uint32_t low = first_half ? w.x : w.z, high = first_half ? w.y : w.w;
               if constexpr (S::kTable) {
                 look_up_half<S::kPieces, kWideRowBytes>(low, high, table, lane, codes, second_numbers);
               } else {
+                if constexpr (kBits == 8) {  // a vector of words is one block
+                  convert_half<X, kBits>(w.z, w.w, minus_zero[0], minus_zero[1], codes + 1);
+                }
                 convert_half<X, kBits>(low, high, minus_zero[0], minus_zero[1], codes);
               }
 #pragma unroll
               for (int eight = 0; eight < kColumns / 8; ++eight) {
                 uint32_t inputs[4];
-                ptx::load_matrices(inputs, (of_tile[block / 2] ^ block % 2 * 64) + stage_at + eight * 1024);
+                ptx::load_matrices(inputs, (of_chunk[block / 2] ^ block % 2 * 64) + stage_at + eight * 1024);
                 float (&to)[4] = *reinterpret_cast<float (*)[4]>(part_sums[block / kChainBlocks] + 4 * eight);
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {
@@ -718,7 +726,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #endif
 }
 
-template <typename Input>
+template <typename Input, int kBits>
 cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
   Params params{};
   params.args = args;
@@ -743,7 +751,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   if (params.layout.passes == 0 || 1 << params.log2_cluster != config.cluster) return cudaErrorInvalidConfiguration;
   if (!has_passes(args, config)) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
-  const cudaError_t error = describe_chunks(args, static_cast<int>(args.m), kTiles << params.layout.log2_piece, &map);
+  const cudaError_t error = describe_chunks(args, static_cast<int>(args.m), kChunks << params.layout.log2_piece, &map);
   if (error != cudaSuccess) return error;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(config.parts * config.cluster), static_cast<unsigned>(args.batch));
@@ -767,17 +775,18 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
       if constexpr (!kSplit && !kAny && kShift != ShiftKind::kTable) {
         if constexpr (kColumns == 8) {
           const auto of_blocks = [&](auto pass) {
-            if (params.layout.blocks == 1) return launch_shape(Shape<Input, pass.value, 1, 8, kGroups, kShift, kAny>{});
-            return launch_shape(Shape<Input, pass.value, 2, 8, kGroups, kShift, kAny>{});
+            if (params.layout.blocks == 1)
+              return launch_shape(Shape<Input, kBits, pass.value, 1, 8, kGroups, kShift, kAny>{});
+            return launch_shape(Shape<Input, kBits, pass.value, 2, 8, kGroups, kShift, kAny>{});
           };
           if constexpr (kShift != ShiftKind::kFloats) {
             if (config.pass_atoms == 1) return of_blocks(one);
           }
           if (params.layout.blocks > 0) return config.pass_atoms == 2 ? of_blocks(two) : of_blocks(four);
         }
-        if (config.pass_atoms == 2) return launch_shape(Shape<Input, 2, 0, kColumns, kGroups, kShift, kAny>{});
+        if (config.pass_atoms == 2) return launch_shape(Shape<Input, kBits, 2, 0, kColumns, kGroups, kShift, kAny>{});
       }
-      return launch_shape(Shape<Input, 4, 0, kColumns, kGroups, kShift, kAny>{});
+      return launch_shape(Shape<Input, kBits, 4, 0, kColumns, kGroups, kShift, kAny>{});
     };
     const auto of_scales = [&](auto any) {
       const int64_t columns = kSplit ? 2 * args.m : args.m;
@@ -796,13 +805,22 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   constexpr std::integral_constant<ShiftKind, ShiftKind::kBytes> bytes;
   constexpr std::integral_constant<ShiftKind, ShiftKind::kTable> table;
   const int log2 = params.log2_group_blocks;
-  if (args.shift_mode == ShiftMode::kTable) return log2 < 2 ? launch(four, table) : launch(one, table);
+  if constexpr (kBits == 4) {
+    if (args.shift_mode == ShiftMode::kTable) return log2 < 2 ? launch(four, table) : launch(one, table);
+  }
   if (args.shift_mode == ShiftMode::kNone) return log2 < 2 ? launch(four, symmetric) : launch(one, symmetric);
   if (kSplit || args.shift_dtype == DType::kU8) return log2 < 2 ? launch(four, bytes) : launch(one, bytes);
   if constexpr (!kSplit) {
     constexpr std::integral_constant<ShiftKind, ShiftKind::kFloats> floats;
     return log2 < 1 ? launch(four, floats) : launch(two, floats);
   }
+}
+
+template <int kBits>
+cudaError_t launch_of(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
+  return dispatch_float(args.x_dtype, [&](auto* x) {
+    return launch_typed<std::remove_pointer_t<decltype(x)>, kBits>(args, config, shared_bytes, stream);
+  });
 }
 
 }  // namespace wonly::resident

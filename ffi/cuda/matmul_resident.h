@@ -1,4 +1,4 @@
-// The product for a few tokens on Hopper (matmul_resident.cuh), one compiled file per activation type.
+// The product for a few tokens on Hopper (matmul_resident.cuh), one compiled file for codes of four bits and of eight.
 #pragma once
 
 #include "cuda/matmul.h"
@@ -10,7 +10,6 @@ constexpr int kMaxTokens = 16;  // with float zeros or offsets, or float32 activ
 constexpr int kStageInputs = 128;
 constexpr int kWarps = 16;            // that multiply
 constexpr int kMostPassAtoms = 4;     // strips of 16 outputs at a time, or 2 or 1
-constexpr int kAhead = 2;             // stages that a warp asks for at once; twice as many are a turn of its loop
 constexpr int kBarrierBytes = 1024;   // a barrier for each piece; those are aligned for the swizzle
 constexpr int kSumBytes = 256;        // sums of a stage's activations, two numbers each
 constexpr int kTableBytes = 1 << 16;  // of the pairs of a table (pair_table.cuh)
@@ -21,11 +20,16 @@ struct Config {
   int pass_atoms = kMostPassAtoms;  // strips that a CTA has at a time
 };
 
-// Stages that all warps ask for at once, where passes have so many strips.
-constexpr int log2_block_stages(int pass_atoms) { return pass_atoms == 4 ? 3 : pass_atoms == 2 ? 4 : 5; }
-static_assert(kAhead * kWarps == kMostPassAtoms << log2_block_stages(kMostPassAtoms));
+// Stages that a warp asks for at once: a block of 2 KB of weights. Two are a turn of its loop.
+constexpr int ahead(int bits) { return 8 / bits; }
+// And that all warps do, where passes have so many strips.
+constexpr int log2_block_stages(int bits, int pass_atoms) {
+  return (pass_atoms == 4 ? 3 : pass_atoms == 2 ? 4 : 5) - (bits == 8);
+}
+static_assert(ahead(4) * kWarps == kMostPassAtoms << log2_block_stages(4, kMostPassAtoms));
+static_assert(ahead(8) * kWarps == kMostPassAtoms << log2_block_stages(8, kMostPassAtoms));
 
-// Of kAhead stages that a warp has, of one strip, where kernels know: 1 or 2, or 0.
+// Blocks that a warp has, of one strip, where kernels know: 1 or 2, or 0.
 int blocks_of(const MatmulArgs& args, const Config& config);
 
 // Whether there is a kernel in which a CTA has so many strips at a time.
@@ -68,7 +72,7 @@ struct Costs {
   float half_passes;  // more where it is two, and a warp has more than two blocks
 };
 
-// Whether this kernel computes `args`: int4, K a multiple of 64, uint8 zeros or none, and scales of any type, in rows
+// Whether this kernel computes `args`: K a multiple of 64, uint8 zeros or none, and scales of any type, in rows
 // of whole pieces of four bytes where that is not the activations' own of 16 bits; with such scales also zeros or
 // offsets of that type; or a table. sm_90 only.
 bool supports(const MatmulArgs& args);
@@ -79,8 +83,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
 // cudaErrorInvalidConfiguration when the activations of a CTA's inputs do not fit its shared memory.
 cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
 
-cudaError_t launch_f16(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
-cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
-cudaError_t launch_f32(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+cudaError_t launch_four_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+cudaError_t launch_eight_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
 
 }  // namespace wonly::resident

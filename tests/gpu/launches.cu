@@ -158,9 +158,9 @@ void products() {
   }
   for (const int scheme : {0, 1, 2, 3}) {
     run(DType::kBF16, 4, 1 + scheme % 2, 2048, 13568, 128, scheme);          // matmul_decode
-    run(DType::kF16, 8, 2 - scheme % 2, 4096, 3072, 0, scheme);              //
+    run(DType::kF16, 8, 2 - scheme % 2, 4104, 3072, 0, scheme);              //
     run(DType::kBF16, 4, 2 - scheme % 2, 4096, 2050, 64, scheme);            //
-    run(DType::kF16, 8, 1 + scheme % 2, 2048, 1100, 32, scheme);             //
+    run(DType::kF16, 8, 2, 4096, 3070, 64 << scheme % 2, scheme);            // or, of integers, matmul_resident
     run(DType::kBF16, 4, 3 + scheme, 1088, 1001, 32 << scheme % 2, scheme);  // matmul_resident
     run(DType::kF16, 4, 8 - scheme, 2176, 1001, 128, scheme);                //
     run(DType::kBF16, 4, 9 + scheme, 1088, 1001, 64 >> scheme % 2, scheme);  //
@@ -170,6 +170,12 @@ void products() {
     run(DType::kBF16, 4, 3 + 3 * scheme, 4160, 2056, 64, scheme);            // two, or any of sixteen tokens
     run(DType::kF16, 4, 7 - scheme, 2176, 2200, 128 >> scheme % 2, scheme);  //
     run(DType::kBF16, 4, 5 + scheme, 9216, 2104, 32 << scheme, scheme);      // any
+    run(DType::kBF16, 8, 1 + scheme, 1088, 1001, 32 << scheme % 2, scheme);  // of eight bits
+    run(DType::kF16, 8, 9 + scheme, 2176, 1001, 128 >> scheme % 2, scheme);  //
+    run(DType::kBF16, 8, 8 - scheme, 4096, 1032, 32 << scheme, scheme);      //
+    run(DType::kF16, 8, 2 + scheme, 2048, 4104, 64, scheme);                 //
+    run(DType::kBF16, 8, 5 + 3 * scheme, 6400, 2104, 64, scheme);            //
+    run(DType::kF32, 8, 2 + 2 * scheme, 1088, 1002, 32 << scheme, scheme);   //
     run(DType::kF16, 4 + scheme % 2 * 4, 140, 192, 3070, 64, scheme);        // matmul_tiled
     run(DType::kBF16, 8 - scheme % 2 * 4, 300, 512, 2050, 32, scheme);       // several clusters for a tile
     run(DType::kBF16, 4, 70 + 20 * scheme, 8192, 2040, 128, scheme);         // matmul_warpgroup in two teams

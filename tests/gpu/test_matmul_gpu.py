@@ -452,8 +452,9 @@ def check_own_results(product, x, weight, bias, y):
 
 @pytest.mark.parametrize("m", [3, 4, 5, 8, 9, 16])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
-def test_resident_activations(rng, x_dtype, mode, m):
+def test_resident_activations(rng, x_dtype, bits, mode, m):
     """Strips of outputs that CTAs share unevenly, clusters that share the inputs, parts of stages, batches, and many
     inputs. Odd numbers of outputs, as no other kernel takes those.
     """
@@ -464,11 +465,12 @@ def test_resident_activations(rng, x_dtype, mode, m):
         *((1088, 1001, 32, ()), (5184, 1281, 64, ()), (4096, 137, 64, (3,)), (64, 17, 32, ()), (12352, 521, 32, ())),
         *((14336, 1001, 128, ()), (4096, 265, 128, ()), (2176, 2201, 64, ())),
     ):
-        weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=lead)
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=x_dtype, lead=lead)
         x = random_x(rng, (*lead, m, k), x_dtype)
         bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
         others = (k, n) == (2048, 264) or (floats and (group_size is None or m > 8))
         others |= m > 8 and (k, n) in ((27648, 265), (12352, 521))  # many inputs for few outputs, rows of any length
+        others |= floats and bits == 8 and k * n > 2 << 20  # more than two blocks of a warp, of some
         if _cuda_dispatch.has_warpgroups() and not others:
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
         product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
@@ -481,27 +483,34 @@ def test_resident_activations(rng, x_dtype, mode, m):
         np.testing.assert_array_equal(fewer, np.asarray(y)[..., :few, :])
 
 
-# K, N, and on a GPU of 132 multiprocessors strips of a pass and blocks of stages for a warp, 0 for any number.
-PASSES = (
-    *((2304, 1000, 1, 1), (8192, 1032, 1, 1), (4160, 2056, 1, 2), (1024, 4104, 2, 1), (4096, 4104, 2, 2)),
-    *((512, 8200, 4, 1), (2048, 8200, 4, 2), (9216, 2104, 2, 0), (5184, 4104, 4, 0)),
-)
+# By bits: K, N, and on a GPU of 132 multiprocessors strips of a pass and blocks of stages for a warp, 0 for any number.
+PASSES = {
+    4: (
+        *((2304, 1000, 1, 1), (8192, 1032, 1, 1), (4160, 2056, 1, 2), (1024, 4104, 2, 1), (4096, 4104, 2, 2)),
+        *((512, 8200, 4, 1), (2048, 8200, 4, 2), (9216, 2104, 2, 0), (7424, 2576, 4, 0)),
+    ),
+    8: (
+        *((1152, 1040, 1, 1), (2880, 968, 1, 2), (1024, 4064, 2, 1), (2048, 4104, 2, 2), (512, 4000, 4, 1)),
+        *((1024, 8200, 4, 2), (6400, 2104, 2, 0), (3392, 4064, 4, 0), (10176, 440, 1, 2)),
+    ),
+}
 
 
 @pytest.mark.device
+@pytest.mark.parametrize("bits", PASSES)
 @pytest.mark.parametrize("mode", ["symmetric", "integer_zeros", "offsets"])
-def test_resident_passes(rng, mode):
+def test_resident_passes(rng, mode, bits):
     """One, two and four strips of outputs at a time, and one, two and any number of blocks for a warp."""
-    for k, n, strips, blocks in PASSES:
-        weight = random_weight(rng, k, n, bits=4, group_size=64, mode=mode, scale_dtype="bfloat16")
+    for k, n, strips, blocks in PASSES[bits]:
+        weight = random_weight(rng, k, n, bits=bits, group_size=64, mode=mode, scale_dtype="bfloat16")
         for m in (1, 3, 8, 12):
             x = random_x(rng, (m, k), "bfloat16")
             if _cuda_dispatch.has_warpgroups() and mode == "symmetric":
                 assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
-                p = _cuda_dispatch.Product(m, k, n, 1, 4, x.dtype, x.dtype, ShiftMode.NONE, None, groups=k // 64)
+                p = _cuda_dispatch.Product(m, k, n, 1, bits, x.dtype, x.dtype, ShiftMode.NONE, None, groups=k // 64)
                 config = _cuda_dispatch._resident_config(p)
                 assert config
-                of_warp = _cuda_costs.resident_blocks(m, k, n, config)
+                of_warp = _cuda_costs.resident_blocks(m, k, n, bits, config)
                 assert m > 8 or _cuda_dispatch._gpu()[1] != 132 or (config[2], of_warp) == (strips, blocks), (k, n)
             product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
             y = product(x, weight.qt)
@@ -519,8 +528,9 @@ def test_resident_rounds(rng, mode, m):
     finish none, and warps that came late once waited for ever. A few outputs over and over, as there are many.
     """
     period = 192
-    for k, n in ((8192, 128256), (21504, 5265)):  # clusters of two CTAs with 121 or 122 strips, and of four with 11
-        few = random_weight(rng, k, period, group_size=128, mode=mode, scale_dtype="bfloat16")
+    # Clusters of two CTAs with 121 or 122 strips, and of four with 11.
+    for k, n, bits in ((8192, 128256, 4), (21504, 5265, 4), (21504, 5265, 8)):
+        few = random_weight(rng, k, period, bits=bits, group_size=128, mode=mode, scale_dtype="bfloat16")
         x = random_x(rng, (m, k), "bfloat16")
         qt = repeated(few.qt, n)
         if _cuda_dispatch.has_warpgroups():
@@ -532,15 +542,18 @@ def test_resident_rounds(rng, mode, m):
 
 @pytest.mark.parametrize("m", [1, 3, 4, 5, 8])
 @pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("scale_dtype", DTYPES)
-def test_resident_float32(rng, scale_dtype, mode, m):
+def test_resident_float32(rng, scale_dtype, bits, mode, m):
     """float32 activations that are split where they are multiplied: magnitudes far apart, and what is not finite."""
     for k, n, group_size, lead in (
         *((1088, 1002, None, ()), (5120, 1282, 128, ()), (2304, 138, 256, (3,)), (64, 18, None, ())),
         *((1088, 1002, 32, ()), (5184, 1282, 64, ()), (4096, 138, 64, (3,)), (12288, 522, 128, ())),
         (576, 7002, None, ()),
     ):
-        weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, scale_dtype=scale_dtype, lead=lead)
+        weight = random_weight(
+            rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype=scale_dtype, lead=lead
+        )
         x = random_x(rng, (*lead, m, k), "float32") * 2.0 ** jnp.asarray(rng.integers(-30, 20, (*lead, m, k)))
         x = x.astype(jnp.float32)
         bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)

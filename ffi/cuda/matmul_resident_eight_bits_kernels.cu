@@ -1,0 +1,9 @@
+#include "cuda/matmul_resident.cuh"
+
+namespace wonly::resident {
+
+cudaError_t launch_eight_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
+  return launch_of<8>(args, config, shared_bytes, stream);
+}
+
+}  // namespace wonly::resident
