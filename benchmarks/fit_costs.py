@@ -57,9 +57,9 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
     bits, mode = sweep["bits"], sweep["mode"]
     ends = {32: 4, 64: 2}.get(sweep["group_size"], 1)
     zeros, floats = mode in ("integer_zeros", "float_zeros"), mode in ("float_zeros", "offsets")
-    split = sweep.get("dtype") == "f32"
-    table = mode == "table"
-    scheme = costs.Scheme(bits, ends, zeros, floats, not split, split, sweep.get("dtype") == "f16", table)
+    dtype, _, scales = sweep.get("dtype", "").partition("/")
+    split, table = dtype == "f32", mode == "table"
+    scheme = costs.Scheme(bits, ends, zeros, floats, not (split or scales), split, dtype == "f16", table)
 
     def of(file: dict) -> Iterator[tuple[tuple, float]]:
         if "mma" in file:
@@ -80,8 +80,8 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
         for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, scheme, MULTIPROCESSORS, tiles):
             yield ("tiled", tokens, splits), us
         resident = costs.resident_of(file, bits, split)
-        if scheme.alike and m <= resident.tokens // (1 + scheme.floats):
-            for config, us in costs.resident_times(m, k, n, 1, scheme, True, MULTIPROCESSORS, resident):
+        if (scheme.alike or not floats) and m <= resident.tokens // (1 + scheme.floats):
+            for config, us in costs.resident_times(m, k, n, 1, scheme, scheme.alike, MULTIPROCESSORS, resident):
                 yield ("resident", *config), us
         if not table:
             numbers = costs.warpgroups_of(file["warpgroup"])

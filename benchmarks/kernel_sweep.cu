@@ -5,8 +5,8 @@
 //       every instance (one case in EVERY; of KERNEL) on odd shapes against a float64 sum, exit status 1 on a mismatch
 //   kernel_sweep time BITS GROUP X MS SHAPES [SHIFT]
 //       one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
-//       X: bf16, f16 or f32; MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
-//       SHIFT: symmetric (default), integer_zeros, float_zeros, offsets or table
+//       X: bf16, f16 or f32, and the type of scales after it, as in bf16/f32 (else f16 with f16, and bf16); MS: 1,8,16;
+//       SHAPES: KxN,KxN; GROUP 0: per channel SHIFT: symmetric (default), integer_zeros, float_zeros, offsets or table
 //       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups, cluster 0 for inputs shared evenly,
 //       ctas for teams, or those of a multiprocessor
 //       the decode kernel: atoms -1, tiles for parts
@@ -367,38 +367,47 @@ cudaError_t launch(const Tried& tried, const Device& device, const MatmulArgs& a
   return error == cudaSuccess ? launch(tried.second, device, args, s, {outputs, 0}) : error;
 }
 
+// Of a name, or of what is before a slash in it.
+DType type_of(const std::string& name) {
+  const std::string first = name.substr(0, name.find('/'));
+  return first == "bf16" ? DType::kBF16 : first == "f16" ? DType::kF16 : DType::kF32;
+}
+
 // The operands of products of up to so many tokens, with copies of the weights that are so many bytes.
 class Operands {
  public:
-  Operands(int bits, int64_t group, DType xt, const std::string& shift_name, int64_t k, int64_t n, int64_t most,
-           int64_t bytes)
+  Operands(int bits, int64_t group, const std::string& types, const std::string& shift_name, int64_t k, int64_t n,
+           int64_t most, int64_t bytes)
       : bits(bits),
         k(k),
         n(n),
         groups(group ? k / group : 1),
         words(ceil_div(n, kTileN) * ceil_div(k, tile_k(bits)) * kTileWords),
         integers(shift_name == "integer_zeros"),
-        xt(xt),
+        xt(type_of(types)),
+        st(types.find('/') != std::string::npos ? type_of(types.substr(types.find('/') + 1))
+           : xt == DType::kF16                  ? DType::kF16
+                                                : DType::kBF16),
         mode(shift_name == "symmetric" ? ShiftMode::kNone
              : shift_name == "offsets" ? ShiftMode::kOffsets
              : shift_name == "table"   ? ShiftMode::kTable
                                        : ShiftMode::kZeros),
         shift_size(mode == ShiftMode::kNone || mode == ShiftMode::kTable ? 0
                    : integers                                            ? 1
-                                                                         : 2),
+                                                                         : element_size(st)),
         copies(static_cast<int>(std::max<int64_t>(2, ceil_div(bytes, words * 4)))),
         qw(copies * words * 4),
-        scales(copies * groups * n * 2),
+        scales(copies * groups * n * element_size(st)),
         shift(mode == ShiftMode::kTable ? kTableEntries * 4 : copies * groups * n * shift_size),
         x(most * k * 4),
         y(most * n * 4),
         scratch(std::max<int64_t>(32 << 20, most * (k + 1) * 4)) {
     fill_words<<<1024, 256>>>(static_cast<uint32_t*>(qw.data), copies * words, 7);
-    fill(scales.data, copies * groups * n, scale_type(), 0.005f, 0.02f, false, 8);
+    fill(scales.data, copies * groups * n, st, 0.005f, 0.02f, false, 8);
     fill(x.data, most * k, xt, -1.f, 1.f, false, 9);
     if (mode == ShiftMode::kTable) fill(shift.data, kTableEntries, DType::kF32, -1.f, 1.f, false, 10);
     if (shift_size > 0) {
-      fill(shift.data, copies * groups * n, integers ? DType::kU8 : scale_type(), 0.f, 15.f, integers, 10);
+      fill(shift.data, copies * groups * n, integers ? DType::kU8 : st, 0.f, 15.f, integers, 10);
     }
     CHECK(cudaMemset(scratch.data, 0, scratch.bytes));
     CHECK(cudaDeviceSynchronize());
@@ -409,14 +418,14 @@ class Operands {
     for (int i = 0; i < std::max(copies, least); ++i) {
       MatmulArgs args{};
       args.x = x.data, args.qw = static_cast<uint32_t*>(qw.data) + i % copies * words;
-      args.scales = static_cast<uint16_t*>(scales.data) + i % copies * groups * n;
+      args.scales = static_cast<uint8_t*>(scales.data) + i % copies * groups * n * element_size(st);
       args.y = y.data;
       args.batch = 1, args.m = m, args.k = k, args.n = args.parameter_row = n, args.groups = groups, args.bits = bits;
       args.x_dtype = args.y_dtype = xt;
-      args.scale_dtype = scale_type();
+      args.scale_dtype = st;
       args.shift = static_cast<uint8_t*>(shift.data) + i % copies * groups * n * shift_size;
       args.shift_mode = mode;
-      args.shift_dtype = integers ? DType::kU8 : mode == ShiftMode::kTable ? DType::kF32 : scale_type();
+      args.shift_dtype = integers ? DType::kU8 : mode == ShiftMode::kTable ? DType::kF32 : st;
       args.scratch = scratch.data, args.scratch_bytes = scratch.bytes;
       calls.push_back(args);
     }
@@ -424,16 +433,14 @@ class Operands {
   }
 
   double bytes(int64_t m) const {
-    return words * 4.0 + groups * n * (2.0 + shift_size) + m * k * element_size(xt) + m * n * element_size(xt);
+    return words * 4.0 + groups * n * (element_size(st) + shift_size) + (m * k + m * n) * element_size(xt);
   }
 
  private:
-  DType scale_type() const { return xt == DType::kF16 ? DType::kF16 : DType::kBF16; }
-
   const int bits;
   const int64_t k, n, groups, words;
   const bool integers;
-  const DType xt;
+  const DType xt, st;
   const ShiftMode mode;
   const int shift_size, copies;
   Buffer qw, scales, shift, x, y, scratch;
@@ -491,12 +498,8 @@ void report(int64_t k, int64_t n, int64_t m, const Configuration& c, float us, d
               bytes / us * 1e-3);
 }
 
-DType type_of(const std::string& name) {
-  return name == "bf16" ? DType::kBF16 : name == "f16" ? DType::kF16 : DType::kF32;
-}
-
 // `models`: of the kernels alone whose configuration follows from a model of costs.
-int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std::string& shapes,
+int time_all(int bits, int64_t group, const std::string& types, const std::string& ms, const std::string& shapes,
              const std::string& shift_name, bool models) {
   Device device;
   CHECK(current_device(&device));
@@ -506,7 +509,7 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
     const int64_t k = std::atoll(shape.c_str()), n = std::atoll(shape.c_str() + shape.find('x') + 1);
     int64_t most = 0;
     for (const std::string& m_text : split(ms)) most = std::max<int64_t>(most, std::atoll(m_text.c_str()));
-    const Operands operands(bits, group, xt, shift_name, k, n, most, int64_t{220} << 20);  // four times the L2
+    const Operands operands(bits, group, types, shift_name, k, n, most, int64_t{220} << 20);  // four times the L2
     for (const std::string& m_text : split(ms)) {
       const int64_t m = std::atoll(m_text.c_str());
       const std::vector<MatmulArgs> calls = operands.calls(m, 24);
@@ -546,7 +549,8 @@ int time_all(int bits, int64_t group, DType xt, const std::string& ms, const std
           for (int cluster : {1, 2, 3, 4, 6, warpgroup::kEvenly}) {
             if (device.architecture != 90 || !warpgroup::supports(calls[0])) continue;
             if ((tokens < m && tokens < 64) || tokens >= 4 * m + 8) continue;
-            if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < (xt == DType::kF32 ? 64 : 96))) continue;
+            if (tokens >= 2 * m + 32 || (ceil_div(m, tokens) > 2 && tokens < (type_of(types) == DType::kF32 ? 64 : 96)))
+              continue;
             const int64_t all = ceil_div(n, 64 * warpgroups) * ceil_div(m, tokens) * std::max(cluster, 1);
             if ((all > 4 * device.multiprocessors && cluster > 1) || all < device.multiprocessors / 3) continue;
             time({0, tokens / 8, warpgroups, cluster, 1});
@@ -588,7 +592,7 @@ int race() {
     int64_t group, k, n, m;
     std::string x, shift;
     words >> bits >> group >> x >> k >> n >> m >> shift;
-    const Operands operands(bits, group, type_of(x), shift, k, n, m, int64_t{110} << 20);  // twice the L2
+    const Operands operands(bits, group, x, shift, k, n, m, int64_t{110} << 20);  // twice the L2
     const std::vector<MatmulArgs> calls = operands.calls(m, 4);
     std::vector<std::pair<Configuration, std::unique_ptr<Graph>>> graphs;
     const auto read = [&](Configuration& c) { words >> c.atoms >> c.tiles >> c.warps >> c.cluster >> c.ctas; };
@@ -618,7 +622,7 @@ int main(int argc, char** argv) {
     return check(argc >= 3 ? std::atoi(argv[2]) : 1, argc == 4 ? argv[3] : nullptr);
   }
   if (argc >= 7 && argc <= 9 && std::strcmp(argv[1], "time") == 0) {
-    return time_all(std::atoi(argv[2]), std::atoll(argv[3]), type_of(argv[4]), argv[5], argv[6],
+    return time_all(std::atoi(argv[2]), std::atoll(argv[3]), argv[4], argv[5], argv[6],
                     argc >= 8 ? argv[7] : "symmetric", argc == 9 && std::strcmp(argv[8], "models") == 0);
   }
   if (argc == 2 && std::strcmp(argv[1], "race") == 0) return race();

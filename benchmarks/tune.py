@@ -106,7 +106,8 @@ FEW_SCHEMES = {
     (4, 32, "bf16", "symmetric"): 3,
     (4, 32, "bf16", "float_zeros"): 1,
     (4, 128, "f16", "symmetric"): 2,
-    (4, 128, "f32", "symmetric"): 3,
+    (4, 128, "bf16/f32", "symmetric"): 4,
+    (4, 128, "f32", "symmetric"): 5,
     (4, 32, "f32", "integer_zeros"): 1,
     (8, 128, "bf16", "symmetric"): 8,
     (8, 0, "bf16", "symmetric"): 3,
@@ -115,7 +116,8 @@ FEW_SCHEMES = {
     (8, 32, "bf16", "symmetric"): 2,
     (8, 32, "bf16", "float_zeros"): 1,
     (8, 128, "f16", "symmetric"): 2,
-    (8, 128, "f32", "symmetric"): 4,
+    (8, 128, "bf16/f32", "symmetric"): 4,
+    (8, 128, "f32", "symmetric"): 5,
     (8, 32, "f32", "integer_zeros"): 2,
 }
 INPUTS = (768, 1024, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 6656, 7168, 8192, 9728, 10240, 11008)

@@ -500,7 +500,7 @@ def _resident_bytes(m: int, stages: int, passes: int, cluster: int, pass_atoms: 
 
 
 def resident_blocks(m: int, k: int, n: int, bits: int, config: tuple[int, int, int]) -> int:
-    """``resident::blocks_of`` in ``ffi/cuda/matmul_resident.cu``, of what has kernels for that."""
+    """``resident::blocks_of`` in ``ffi/cuda/matmul_resident.cu``, of what has kernels of few blocks."""
     cluster, parts, pass_atoms = config
     if m > 8 or _ceil(n, 16) > parts * pass_atoms:
         return 0
@@ -516,6 +516,7 @@ def resident_times(
     """
     atoms = _ceil(n, 16)
     alike = alike and not (scheme.table or scheme.split)
+    few = not scheme.table and (alike or scheme.ends == 1)  # has_few_blocks there
     stage = (
         costs.stages
         + costs.groups * (scheme.ends > 1)
@@ -529,10 +530,10 @@ def resident_times(
         if parts == 0:
             continue
         part_atoms = _ceil(atoms, parts)
-        for pass_atoms in (4, 2, 1) if alike else (4,):
+        for pass_atoms in (4,) if scheme.split or scheme.table else (4, 2, 1):
             passes, each = _ceil(part_atoms, pass_atoms), _ceil(stages, 16 // pass_atoms)  # stages of a team
-            blocks = alike and resident_blocks(m, k, n, scheme.bits, (cluster.ctas, parts, pass_atoms))
-            if pass_atoms == 1 and (scheme.floats or not blocks):
+            blocks = few and resident_blocks(m, k, n, scheme.bits, (cluster.ctas, parts, pass_atoms))
+            if (pass_atoms == 1 and (scheme.floats or not blocks)) or (pass_atoms == 2 and not (alike or blocks)):
                 continue
             if scheme.bits == 8 and scheme.floats and not blocks:
                 continue

@@ -335,42 +335,50 @@ def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
         assert_product(y, x, weight, **how, **close)
 
 
+@pytest.mark.parametrize("scales", ["alike", "float32"])
+@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("multiprocessors", [5, 17])
-def test_resident_passes(emulated, rng, monkeypatch, multiprocessors, bits):
+def test_resident_passes(emulated, rng, monkeypatch, bits, x_dtype, scales):
     """``matmul_resident`` with one, two and four strips of outputs at a time, and one, two and any number of blocks of
-    stages for a warp, on GPUs so small that small products have all of that."""
+    stages for a warp, on a GPU so small that small products have all of that."""
+    multiprocessors = int(rng.choice([5, 17]))
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
     emulated.set_gpu(multiprocessors)
+    scale_dtype = x_dtype if scales == "alike" else "float32"
     wanted = {(strips, blocks) for strips in (1, 2, 4) for blocks in (0, 1, 2)} - {(1, 0)}
+    wanted -= {(2, 0)} if scale_dtype == "float32" else set()
+    wanted = {(4, blocks) for blocks in (0, 1, 2)} if x_dtype == "float32" else wanted
     while wanted:
         m, k, n = int(rng.integers(1, 9)), 64 * int(rng.integers(1, 160)), int(rng.integers(8, 2500))
-        mode, x_dtype = str(rng.choice(MODES)), str(rng.choice(["float16", "bfloat16"]))
-        group_size = int(rng.choice([32, 64]))
-        product = product_of(m, k, n, mode, x_dtype, bits=bits, group_size=group_size)
-        if k * n * bits > 10_000_000 or _cuda_dispatch.kernel(product) != "matmul_resident":
+        mode, group_size = str(rng.choice(MODES)), int(rng.choice([32, 64, 128]))
+        if k * n * bits > 10_000_000 or k % group_size:
+            continue
+        product = product_of(m, k, n, mode, x_dtype, bits=bits, group_size=group_size, scale_dtype=scale_dtype)
+        if _cuda_dispatch.kernel(product) != "matmul_resident":
             continue
         config = _cuda_dispatch._resident_config(product)
         assert config
-        found = config[2], _cuda_costs.resident_blocks(m, k, n, bits, config)
+        few = group_size == 128 or (scale_dtype == x_dtype != "float32")
+        found = config[2], few * _cuda_costs.resident_blocks(m, k, n, bits, config)
         if found not in wanted:
             continue
         wanted.remove(found)
-        weight = random_weight(rng, k, n, bits=bits, mode=mode, scale_dtype=x_dtype, group_size=group_size)
+        weight = random_weight(rng, k, n, bits=bits, mode=mode, scale_dtype=scale_dtype, group_size=group_size)
         x, bias = random_x(rng, (m, k), x_dtype), random_x(rng, (n,))
         y = jw.matmul(x, weight.qt, bias=bias, activation="relu", implementation="cuda")
         assert_product(y, x, weight, bias=bias, activation="relu", cut_off=True)
-        if m > 3:  # of one and two rows with float zeros or offsets other kernels may be chosen
-            few = jw.matmul(x[:3], weight.qt, bias=bias, activation="relu", implementation="cuda")
-            np.testing.assert_array_equal(few, y[:3])
+        if m > 3 and x_dtype != "float32":  # of one and two rows, or float32 ones, others may be chosen
+            few_rows = jw.matmul(x[:3], weight.qt, bias=bias, activation="relu", implementation="cuda")
+            np.testing.assert_array_equal(few_rows, y[:3])
 
 
-def product_of(m, k, n, mode, x_dtype, *, bits, group_size) -> _cuda_dispatch.Product:
-    dtype = jnp.dtype(x_dtype)
-    shift = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8), "table": jnp.dtype(jnp.float32)}.get(mode, dtype)
+def product_of(m, k, n, mode, x_dtype, *, bits, group_size, scale_dtype=None) -> _cuda_dispatch.Product:
+    dtype, scales = jnp.dtype(x_dtype), jnp.dtype(scale_dtype or x_dtype)
+    of_modes = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8), "table": jnp.dtype(jnp.float32)}
+    shift = of_modes.get(mode, scales)
     row_modes = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS, "table": ShiftMode.TABLE}
     row_mode = row_modes.get(mode, ShiftMode.ZEROS)
-    return _cuda_dispatch.Product(m, k, n, 1, bits, dtype, dtype, row_mode, shift, k // group_size)
+    return _cuda_dispatch.Product(m, k, n, 1, bits, dtype, scales, row_mode, shift, k // group_size)
 
 
 def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:

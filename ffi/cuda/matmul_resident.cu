@@ -17,11 +17,16 @@ bool is_alike(const MatmulArgs& args) {
   return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype && args.shift_mode != ShiftMode::kTable;
 }
 
+// Whether there are kernels of few blocks.
+bool has_few_blocks(const MatmulArgs& args) {
+  return args.m <= 8 && args.shift_mode != ShiftMode::kTable && (is_alike(args) || !has_small_groups(args));
+}
+
 }  // namespace
 
 int blocks_of(const MatmulArgs& args, const Config& config) {
   const int64_t stages = ceil_div(ceil_div(args.k, kStageInputs), config.cluster);
-  if (args.m > 8 || !is_alike(args)) return 0;
+  if (!has_few_blocks(args)) return 0;
   if (ceil_div(args.n, kAtomN) > int64_t{config.parts} * config.pass_atoms) return 0;
   const int64_t blocks = ceil_div(stages * config.pass_atoms, ahead(args.bits) * kWarps);
   return blocks <= 2 ? static_cast<int>(blocks) : 0;
@@ -76,8 +81,8 @@ bool has_passes(const MatmulArgs& args, const Config& config) {
   const bool few = blocks_of(args, config) > 0;
   // With eight bits and more blocks matmul_warpgroup and matmul_decode are faster.
   if (has_float_shift(args) && (config.pass_atoms == 1 || (args.bits == 8 && !few))) return false;
-  if (config.pass_atoms == 1) return few;
-  return config.pass_atoms == kMostPassAtoms || is_alike(args);
+  if (config.pass_atoms == kMostPassAtoms) return true;
+  return args.x_dtype != DType::kF32 && (few || (config.pass_atoms == 2 && is_alike(args)));
 }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {

@@ -771,22 +771,27 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
     const auto of_columns = [&](auto wide, auto any) {
       constexpr int kColumns = wide.value;
       constexpr bool kAny = any.value;
-      // Kernels for fewer strips at a time, and of few blocks.
-      if constexpr (!kSplit && !kAny && kShift != ShiftKind::kTable) {
-        if constexpr (kColumns == 8) {
-          const auto of_blocks = [&](auto pass) {
-            if (params.layout.blocks == 1)
-              return launch_shape(Shape<Input, kBits, pass.value, 1, 8, kGroups, kShift, kAny>{});
-            return launch_shape(Shape<Input, kBits, pass.value, 2, 8, kGroups, kShift, kAny>{});
-          };
-          if constexpr (kShift != ShiftKind::kFloats) {
-            if (config.pass_atoms == 1) return of_blocks(one);
-          }
-          if (params.layout.blocks > 0) return config.pass_atoms == 2 ? of_blocks(two) : of_blocks(four);
+      const auto of_blocks = [&](auto pass, auto blocks) {
+        return launch_shape(Shape<Input, kBits, pass.value, blocks.value, kColumns, kGroups, kShift, kAny>{});
+      };
+      // As has_few_blocks.
+      if constexpr ((kSplit || kColumns == 8) && kShift != ShiftKind::kTable && (!kAny || kGroups == 1)) {
+        const auto of_few = [&](auto pass) {
+          return params.layout.blocks == 1 ? of_blocks(pass, one) : of_blocks(pass, two);
+        };
+        if constexpr (!kSplit && kShift != ShiftKind::kFloats) {
+          if (config.pass_atoms == 1) return of_few(one);
         }
-        if (config.pass_atoms == 2) return launch_shape(Shape<Input, kBits, 2, 0, kColumns, kGroups, kShift, kAny>{});
+        if constexpr (!kSplit) {
+          if (params.layout.blocks > 0 && config.pass_atoms == 2) return of_few(two);
+        }
+        if (params.layout.blocks > 0) return of_few(four);
       }
-      return launch_shape(Shape<Input, kBits, 4, 0, kColumns, kGroups, kShift, kAny>{});
+      constexpr std::integral_constant<int, 0> any_blocks;
+      if constexpr (!kAny && kShift != ShiftKind::kTable) {
+        if (config.pass_atoms == 2) return of_blocks(two, any_blocks);
+      }
+      return of_blocks(four, any_blocks);
     };
     const auto of_scales = [&](auto any) {
       const int64_t columns = kSplit ? 2 * args.m : args.m;
