@@ -226,6 +226,7 @@ class Resident(NamedTuple):
     words: float
     groups: float
     sums: float
+    group_sums: float
     adding: float
     wide: float
     rows: float
@@ -520,7 +521,7 @@ def resident_times(
     stage = (
         costs.stages
         + costs.groups * (scheme.ends > 1)
-        + costs.sums * scheme.floats
+        + (costs.group_sums if scheme.ends > 1 else costs.sums) * scheme.floats
         + costs.table * scheme.table
         + (costs.wide + costs.wide_table * scheme.table) * (m > (4 if scheme.split else 8))
     )
@@ -533,16 +534,18 @@ def resident_times(
         for pass_atoms in (4,) if scheme.split or scheme.table else (4, 2, 1):
             passes, each = _ceil(part_atoms, pass_atoms), _ceil(stages, 16 // pass_atoms)  # stages of a team
             blocks = few and resident_blocks(m, k, n, scheme.bits, (cluster.ctas, parts, pass_atoms))
-            if (pass_atoms == 1 and (scheme.floats or not blocks)) or (pass_atoms == 2 and not (alike or blocks)):
-                continue
-            if scheme.bits == 8 and scheme.floats and not blocks:
+            if (pass_atoms == 1 and not blocks) or (pass_atoms == 2 and not (alike or blocks)):
                 continue
             if m > 8 and pass_atoms < 4 and passes > 1:
                 continue
             if _resident_bytes(m, stages, passes, cluster.ctas, pass_atoms, scheme) > SHARED_BYTES:
                 continue
-            us = costs.start + costs.adding * scheme.floats + costs.filling * scheme.table + cluster.start
-            us += costs.passes * passes + costs.turns * passes * _ceil(each, 16 // scheme.bits) + stage * passes * each
+            us = costs.start + costs.filling * scheme.table + cluster.start
+            us += (
+                (costs.passes + costs.adding * scheme.floats) * passes
+                + costs.turns * passes * _ceil(each, 16 // scheme.bits)
+                + stage * passes * each
+            )
             us += costs.rows * m * each + costs.words * part_atoms * stages / 16
             us += costs.teams * cluster.ctas * (16 // pass_atoms - 4)
             us -= costs.one_block * (blocks == 1) + costs.narrow * (pass_atoms == 1)

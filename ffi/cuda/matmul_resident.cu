@@ -79,8 +79,6 @@ bool supports(const MatmulArgs& args) {
 
 bool has_passes(const MatmulArgs& args, const Config& config) {
   const bool few = blocks_of(args, config) > 0;
-  // With eight bits and more blocks matmul_warpgroup and matmul_decode are faster.
-  if (has_float_shift(args) && (config.pass_atoms == 1 || (args.bits == 8 && !few))) return false;
   if (config.pass_atoms == kMostPassAtoms) return true;
   return args.x_dtype != DType::kF32 && (few || (config.pass_atoms == 2 && is_alike(args)));
 }
@@ -94,7 +92,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
   float stage = costs.stages;
   if (small_groups) stage += costs.groups;
   const bool table = args.shift_mode == ShiftMode::kTable;
-  if (sums) stage += costs.sums;
+  if (sums) stage += small_groups ? costs.group_sums : costs.sums;
   if (table) stage += costs.table;
   if (args.m > (split ? 4 : 8)) stage += costs.wide + (table ? costs.wide_table : 0.f);
   float least = 0.f;
@@ -112,8 +110,8 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
       if (laid_out.passes == 0) continue;
       // Of sixteen tokens half passes were faster where they are the only ones.
       if (args.m > 8 && pass_atoms < kMostPassAtoms && passes > 1) continue;
-      float us = costs.start + (sums ? costs.adding : 0.f) + (table ? costs.filling : 0.f) + cluster.start +
-                 costs.passes * static_cast<float>(passes) +
+      float us = costs.start + (table ? costs.filling : 0.f) + cluster.start +
+                 (costs.passes + (sums ? costs.adding : 0.f)) * static_cast<float>(passes) +
                  costs.turns * static_cast<float>(passes * ceil_div(each, 2 * ahead(args.bits))) +
                  stage * static_cast<float>(passes * each) + costs.rows * static_cast<float>(args.m * each) +
                  costs.words * static_cast<float>(part_atoms * stages) / kWarps;

@@ -8,10 +8,12 @@
 // only for the first piece; no warp waits for another, so wgmma, which goes at the pace of the last of four and takes
 // as long for eight columns as for sixteen, would be slower. Codes become
 // (code - zero) * 2^-13 exactly, and the scale multiplies the float32 sum of a group, as in matmul_warpgroup.cuh. Of
-// groups of 32 each lane of four loads the scale of one, and gives it to the others. Float zeros and offsets multiply
-// the sums of the activations of 32 inputs, which are made before the first products: one more product of tf32 numbers,
-// two of which are what multiplies them and two a sum, exactly but for the last bit. Codes that index a table are
+// groups of 32 each lane of four loads the scale of one, and gives it to the others. Codes that index a table are
 // looked up in pairs, in shared memory (pair_table.cuh).
+//
+// Float zeros and offsets are a product of their own at the end of a strip, with the sums of the activations of a stage
+// or of 32 inputs, which are made before the first products: of tf32 numbers, two of which are a sum and one or two
+// what multiplies it, exactly but for the last bits. Teams share the stages of that as they come, eight sums at a time.
 //
 // float32 activations, up to eight tokens, are two fp16 numbers each, in units of the power of two of the largest one
 // of a token and stage, and so two columns of the same products. The tensor copy engine brings them as they are; four
@@ -52,6 +54,7 @@ using warpgroup::look_up_half;
 
 constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
 constexpr int kCopiedAt = 256;    // and those of pieces of float32 activations before they are split
+constexpr int kSummedAt = 640;    // that of the sums of activations
 constexpr int kUndoAt = 768;      // behind them what undoes a table's power of two
 static_assert(kTableBytes == kTablePairs * kWideRowBytes);
 constexpr int kThreads = kWarps * 32;        // that multiply
@@ -69,18 +72,18 @@ struct Params {
   const uint8_t* scales;
   Layout layout;
   int log2_cluster;
-  int outputs, k_tiles;
-  int log2_group_blocks;  // group size = 32 << this
-  void* y;                // as args.y, near the others
-  bool plain_results;     // of the activations' type
-  bool changes_sums;      // by a bias or an activation function
-  bool stores_sums;       // plain, nothing changes them, and of 16 bits pairs of neighbours are aligned
-  int step_scales;        // from those of a stage of a team to those of its next
+  int outputs, k_tiles, blocks;  // of 32 inputs
+  int log2_group_blocks;         // group size = 32 << this
+  void* y;                       // as args.y, near the others
+  bool plain_results;            // of the activations' type
+  bool changes_sums;             // by a bias or an activation function
+  bool stores_sums;              // plain, nothing changes them, and of 16 bits pairs of neighbours are aligned
+  int step_scales;               // from those of a stage of a team to those of its next
   int scale_bytes;
   Divisor of_tokens;  // of rows of those
   uint32_t none;      // zero, which the compiler does not know
-  // What multiplies zeros and offsets is `of_shift` less the scale's bits that `scale_mask` leaves.
-  uint32_t scale_mask;
+  // What multiplies zeros and offsets is `of_shift`, less the scale, or not.
+  bool of_scales;
   float of_shift;
   MatmulArgs args;
 };
@@ -102,10 +105,12 @@ struct Shape {
   static constexpr int kLog2Block =
       log2_block_stages(kBits, kPass);  // a piece of the activations has as many stages, or more
   static constexpr ShiftKind kShift = kShift_;
-  static constexpr int kShiftSize = kShift == ShiftKind::kFloats ? 2 : kShift == ShiftKind::kBytes ? 1 : 0;  // in bytes
   static constexpr int kTokens = kSplit ? 8 : kColumns;
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
   static constexpr bool kSums = kShift == ShiftKind::kFloats, kTable = kShift == ShiftKind::kTable;
+  static constexpr int kSumRows = kGroups;  // sums of a stage for each token
+  // Eights of those that a warp multiplies at once; of few blocks all that it ever does.
+  static constexpr int kShiftSlots = kBlocks == 0 ? 1 : std::max(kBlocks * kAhead * kSumRows / 8, 1);
   static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
   // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
   // 8 what asks for pieces later takes as long as it saves.
@@ -162,32 +167,39 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Div
   }
 }
 
-// Sums of a stage's activations by a warp, 2^-13 of those of each block of 32, as an operand of mma.sync: eight tokens
-// by four blocks in tf32, and after it what these numbers lack to float32.
-template <typename X>
-__device__ __forceinline__ void add_activations(const uint8_t* x, int first_row, int tokens, int lane, uint8_t* to) {
+// Sums of a stage's activations by a warp, 2^-13 of those of all its inputs or of each block of 32: rows of all tokens
+// in tf32, and `rest` bytes behind them what these numbers lack to float32.
+template <typename S>
+__device__ __forceinline__ void add_activations(const uint8_t* x, int first_row, int tokens, int lane, uint8_t* to,
+                                                int rest) {
+  using X = typename S::X;
   const X one = from_float<X>(1.f);
   const uint32_t pair = pack_pair(one, one);
   const uint32_t ones[4] = {pair, pair, pair, pair};
-  const int g = lane / 4, t = lane % 4, token = lane % 8;
-  float mine[2] = {};  // of tokens 2t and 2t + 1, block g % 4
+  const int g = lane / 4, t = lane % 4;
+  float mine[2] = {};  // of tokens 2t and 2t + 1, of all blocks or block g % 4
 #pragma unroll
   for (int block = 0; block < kStageBlocks; ++block) {
     const int unit = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
+    const int row = first_row + block / 2 * tokens + lane % 8;
     uint32_t inputs[4];
-    const int row = first_row + block / 2 * tokens + token;
-    ptx::load_matrices(inputs, ptx::shared_address(x + row * 128 + (unit ^ row % 8) * 16));
     float sum[4] = {};
+    ptx::load_matrices(inputs, ptx::shared_address(x + row * 128 + (unit ^ row % 8) * 16));
     ptx::mma<Convert<X>::kBf16>(sum, ones, inputs[0], inputs[1]);
     ptx::mma<Convert<X>::kBf16>(sum, ones, inputs[2], inputs[3]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) mine[i] = g % 4 == block ? sum[i] : mine[i];
+    for (int i = 0; i < 2; ++i) {
+      if (S::kSumRows == 1) mine[i] += sum[i];
+      if (S::kSumRows > 1) mine[i] = g % 4 == block ? sum[i] : mine[i];
+    }
   }
+  const int row = S::kSumRows > 1 ? g % 4 : 0, piece = S::kSumRows > 1 ? g / 4 : g;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float sum = mine[i] * 0x1p-13f;
-    const float first = ptx::to_tf32(sum), second = ptx::to_tf32(sum - first);
-    reinterpret_cast<float*>(to)[(g / 4 * 8 + 2 * t + i) * kStageBlocks + g % 4] = g < 4 ? first : second;
+    const float all = mine[i] * 0x1p-13f;
+    const float first = ptx::to_tf32(all), second = ptx::to_tf32(all - first);
+    float* const at = reinterpret_cast<float*>(to + piece * rest) + row * S::kTokens + 2 * t + i;
+    if (piece < 2) *at = piece == 0 ? first : second;
   }
 }
 
@@ -309,6 +321,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         ptx::barrier_init(arrived + i, (S::kAllSplit && i == 0 ? kThreads / 32 : kSplitWarps) * ptx::kArrivals);
     }
     ptx::barrier_init(received, 1);
+    if (S::kSums) ptx::barrier_init(reinterpret_cast<uint64_t*>(shared + kSummedAt), kThreads / 32 * ptx::kArrivals);
     ptx::barrier_init_fence();
 #pragma unroll 1
     for (int i = 0; i < (S::kLater ? min(pieces, S::kFirstPieces) : pieces); ++i) copy_piece(i);
@@ -318,12 +331,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const int first_group =
       (first_stage + warp / kPassAtoms) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
   int64_t first_scale = static_cast<int64_t>(first_group) * params.outputs + (first_strip * kAtomN + g);
-  const uint8_t* fetch_zeros = nullptr;  // of one byte; what has two lies as scales do
-  int64_t to_shift = 0;                  // from scales
-  if constexpr (S::kShiftSize > 0) {
-    const auto* shift = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * S::kShiftSize;
-    fetch_zeros = shift + first_scale;
-    to_shift = shift - (params.scales + batch * args.scales_batch_stride * scale_bytes);
+  const uint8_t* fetch_zeros = nullptr;
+  if constexpr (S::kShift == ShiftKind::kBytes) {
+    fetch_zeros = static_cast<const uint8_t*>(args.shift) + (batch * args.shift_batch_stride + first_scale);
   }
   if (batch > 0) first_scale += batch * args.scales_batch_stride;
   const uint8_t* fetch_scales = params.scales + first_scale * scale_bytes;
@@ -350,7 +360,6 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         ptx::load_part<S::kAnyScales ? 4 : 2, !first.value>(scale[i], from + 8 * scale_bytes * i, of_row);
         if constexpr (S::kShift == ShiftKind::kBytes)
           ptx::load_part<1, !first.value>(zero[i], fetch_zeros + step + 8 * i, of_row);
-        if constexpr (S::kSums) ptx::load_part<2, !first.value>(zero[i], from + to_shift + 16 * i, of_row);
       }
     }
   };
@@ -379,6 +388,42 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt);
   if constexpr (S::kTable) fill_table<X, S::kPieces>(args, batch, shared + kBarrierBytes, undo_table, thread);
 
+  // Float zeros and offsets, and their scales, of rows t and t + 4 of eight sums and outputs g and g + 8 of a strip.
+  uint32_t of_shift[S::kShiftSlots][4], of_scale[S::kShiftSlots][4];
+  const int sum_rows = (cta_tiles + kTiles - 1) / kTiles * S::kSumRows;
+  const uint8_t *shifts = nullptr, *shift_scales = nullptr;
+  const auto fetch_shift = [&](auto first, int slot, int first_row, int strip) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first_row + t + i / 2 * 4, n = (first_atom + strip) * kAtomN + g + i % 2 * 8;
+      const int block = first_stage * kStageBlocks + row * (kStageBlocks / S::kSumRows);
+      const bool wanted = strip < atoms && n < params.outputs && row < sum_rows && block < params.blocks;
+      const int64_t at = (static_cast<int64_t>(block >> params.log2_group_blocks) * params.outputs + n) * 2;
+      of_shift[slot][i] = of_scale[slot][i] = 0;
+      ptx::load_part<2, !first.value>(of_shift[slot][i], shifts + at, wanted);
+      ptx::load_part<2, !first.value>(of_scale[slot][i], shift_scales + at, wanted && params.of_scales);
+    }
+  };
+  if constexpr (S::kSums) {
+    shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * 2;
+    shift_scales = params.scales + batch * args.scales_batch_stride * 2;
+    if constexpr (S::kBlocks > 0) {
+#pragma unroll
+      for (int slot = 0; slot < S::kShiftSlots; ++slot) {
+        fetch_shift(std::true_type{}, slot, (team + slot * kTeams) * 8, warp % kPassAtoms);
+      }
+    } else {
+      const int first = first_stage * kStageBlocks >> params.log2_group_blocks;
+      const int end_block = min((first_stage + layout.stages_each) * kStageBlocks, params.blocks);
+      const int last = (end_block - 1) >> params.log2_group_blocks;
+      for (int group = first + warp; group <= last; group += kThreads / 32) {
+        for (int line = lane; line * 64 < atoms * kAtomN; line += 32) {
+          const int n = min(first_atom * kAtomN + line * 64, params.outputs - 1);
+          ptx::prefetch_line(shifts + (static_cast<int64_t>(group) * params.outputs + n) * 2);
+        }
+      }
+    }
+  }
   if (params.changes_sums && warp != 0) {  // and not before the barriers, for which all wait
     prefetch_bias(args, batch, first_atom * kAtomN, atoms * kAtomN, static_cast<int>(thread) - 32);
   }
@@ -397,14 +442,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     if (ptx::arrives(lane)) ptx::barrier_arrive(arrived);
   }
   uint8_t* const sums = shared + layout.sums_at;
-  if constexpr (S::kSums) {  // of a piece when it has come, behind its branch in the loop: 14 to 25% slower
-    for (int i = 0; i < pieces; ++i) ptx::barrier_wait(arrived + i, 0);
-    for (int stage = warp; stage * kTiles < cta_tiles; stage += kThreads / 32) {
-      add_activations<X>(x, stage * kChunks * tokens, tokens, lane, sums + stage * kSumBytes);
-    }
-    __syncthreads();
-  }
-
+  uint64_t* const summed = reinterpret_cast<uint64_t*>(shared + kSummedAt);
+  const int sum_row_bytes = kTokens * static_cast<int>(sizeof(float));
+  const int sum_rest = layout.stages_each * S::kSumRows * sum_row_bytes;
   const int tiles = cta_tiles - team * kTiles;
   // Where this lane's rows of activations for ldmatrix are: of a team's first stage, and its next stages a
   // multiple of eight rows further, so that the swizzle is the same.
@@ -427,6 +467,10 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll 1
     for (int pass_atom = round_atom; pass_atom < (S::kBlocks > 0 ? 1 : end_atom); pass_atom += kPassAtoms) {
       float acc[kTokens / 2] = {};
+      // The first of a strip early, so that nothing waits for them.
+      if constexpr (S::kSums && S::kBlocks == 0) {
+        fetch_shift(std::true_type{}, 0, team * 8, pass_atom + warp % kPassAtoms);
+      }
       uint32_t stage_at = 0;
       int left = tiles, block = 0;
 #pragma unroll 1
@@ -447,7 +491,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
             advance(S::kBlocks == 0 && buffer == 0 && turn == turns - 1);
           }
           if (i * kStepTiles < left) {
-            if (!S::kSums && slot == 0 && pass_atom == 0) {
+            if (slot == 0 && pass_atom == 0) {
               const int piece = block << S::kLog2Block >> layout.log2_piece;
               ptx::barrier_wait(arrived + piece, 0);
               if constexpr (S::kLater && !S::kSplit) {  // by the first team, which has a stage of every piece
@@ -465,23 +509,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
             constexpr int kChains = kGroups > 1 ? kGroups : kColumns == 8 ? 2 : 1;
             constexpr int kChainBlocks = kStageBlocks / kChains;
             const int stage = turn * kTurn + i;  // of this team
-            float part_sums[kChains][kColumns / 2] = {}, shift_sums[4] = {};
-            if constexpr (S::kSums) {
-              uint32_t pieces_of[4];
-#pragma unroll
-              for (int j = 0; j < 2; ++j) {
-                const uint32_t scale = __float_as_uint(to_floats<X>(scales_of[j]).x) & params.scale_mask;
-                const float product = to_floats<X>(shifts_of[j]).x * (params.of_shift - __uint_as_float(scale));
-                pieces_of[j] = __float_as_uint(product) & kTf32Bits;
-                pieces_of[j + 2] = __float_as_uint(product - __uint_as_float(pieces_of[j]));
-              }
-              const uint32_t of_sums = ptx::shared_address(sums + (team + stage * kTeams) * kSumBytes + lane * 4);
-#pragma unroll
-              for (int j = 0; j < 2; ++j) {
-                const uint32_t sum = ptx::load_shared(of_sums + j * (kSumBytes / 2));
-                ptx::mma_tf32(shift_sums, pieces_of, sum, sum);
-              }
-            }
+            float part_sums[kChains][kColumns / 2] = {};
 #pragma unroll
             for (int block = 0; block < kStageBlocks; ++block) {
               uint32_t minus_zero[2], pair = zero_pair;
@@ -555,15 +583,57 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
                 }
               }
             }
-            if constexpr (S::kSums) {
-#pragma unroll
-              for (int j = 0; j < 4; ++j) acc[j] += shift_sums[j];
-            }
           }
           stage_at += stage_step;
           if (slot == kAhead - 1) ++block;
         }
         left -= kTurn * kStepTiles;
+      }
+
+      if constexpr (S::kSums) {
+        const int strip = pass_atom + warp % kPassAtoms;
+        if (pass_atom == 0) {  // all activations have come
+          for (int stage = warp; stage * kTiles < cta_tiles; stage += kThreads / 32) {
+            ptx::barrier_wait(arrived + (stage >> layout.log2_piece), 0);
+            uint8_t* const to = sums + stage * (S::kSumRows * sum_row_bytes);
+            add_activations<S>(x, stage * kChunks * tokens, tokens, lane, to, sum_rest);
+          }
+          __syncwarp();
+          if (ptx::arrives(lane)) ptx::barrier_arrive(summed);
+        }
+        float shift_sums[4] = {};
+        const auto multiply_sums = [&](int slot, int first_row) {
+          uint32_t numbers[2][4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float scale = to_floats<X>(of_scale[slot][i]).x;
+            const float product = to_floats<X>(of_shift[slot][i]).x * (params.of_shift - scale);
+            numbers[0][i] = __float_as_uint(product) & kTf32Bits;
+            numbers[1][i] = __float_as_uint(product - __uint_as_float(numbers[0][i]));
+          }
+          const uint32_t from = ptx::shared_address(sums + (first_row + t) * sum_row_bytes + g * 4);
+          const bool one = first_row + t < sum_rows, both = first_row + t + 4 < sum_rows;
+#pragma unroll
+          for (int piece = 0; piece < 2; ++piece) {
+            const uint32_t sum = one ? ptx::load_shared(from + piece * sum_rest) : 0;
+            const uint32_t next_sum = both ? ptx::load_shared(from + piece * sum_rest + 4 * sum_row_bytes) : 0;
+            ptx::mma_tf32(shift_sums, numbers[0], sum, next_sum);
+            ptx::mma_tf32(shift_sums, numbers[1], sum, next_sum);
+          }
+        };
+        ptx::barrier_wait(summed, 0);
+#pragma unroll
+        for (int slot = 0; slot < S::kShiftSlots; ++slot) multiply_sums(slot, (team + slot * kTeams) * 8);
+        if constexpr (S::kBlocks == 0) {
+          // Loads and what waits for them without a branch between: it would wait for the next weights, too.
+#pragma unroll 1
+          for (int first_row = (team + kTeams) * 8; first_row < sum_rows; first_row += kTeams * 8) {
+            fetch_shift(std::false_type{}, 0, first_row, strip);
+            multiply_sums(0, first_row);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[j] += shift_sums[j];
       }
 
       if (layout.over_activations) {  // which all are done with
@@ -740,14 +810,14 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   params.stores_sums = params.plain_results && !params.changes_sums && (args.x_dtype == DType::kF32 || args.n % 2 == 0);
   params.outputs = static_cast<int>(args.n);
   params.k_tiles = static_cast<int>(args.k) / tile_k(kBits);
+  params.blocks = static_cast<int>(args.k) / 32;
   params.log2_group_blocks = log2_group_blocks(args);
   if (params.log2_group_blocks < 0) params.log2_group_blocks = kNoGroups;
   params.step_scales = (kWarps / config.pass_atoms * kStageBlocks >> params.log2_group_blocks) * params.outputs;
   params.scale_bytes = element_size(args.scale_dtype);
   params.of_tokens = Divisor(static_cast<int>(args.m));
-  const bool offsets = args.shift_mode == ShiftMode::kOffsets;
-  params.scale_mask = offsets ? 0 : 0xffffffffu;
-  params.of_shift = offsets ? 1.f : 0.f;
+  params.of_scales = args.shift_mode != ShiftMode::kOffsets;
+  params.of_shift = params.of_scales ? 0.f : 1.f;
   if (params.layout.passes == 0 || 1 << params.log2_cluster != config.cluster) return cudaErrorInvalidConfiguration;
   if (!has_passes(args, config)) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
@@ -779,10 +849,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
         const auto of_few = [&](auto pass) {
           return params.layout.blocks == 1 ? of_blocks(pass, one) : of_blocks(pass, two);
         };
-        if constexpr (!kSplit && kShift != ShiftKind::kFloats) {
-          if (config.pass_atoms == 1) return of_few(one);
-        }
         if constexpr (!kSplit) {
+          if (config.pass_atoms == 1) return of_few(one);
           if (params.layout.blocks > 0 && config.pass_atoms == 2) return of_few(two);
         }
         if (params.layout.blocks > 0) return of_few(four);
@@ -817,7 +885,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   if (kSplit || args.shift_dtype == DType::kU8) return log2 < 2 ? launch(four, bytes) : launch(one, bytes);
   if constexpr (!kSplit) {
     constexpr std::integral_constant<ShiftKind, ShiftKind::kFloats> floats;
-    return log2 < 1 ? launch(four, floats) : launch(two, floats);
+    return log2 < 2 ? launch(four, floats) : launch(one, floats);
   }
 }
 

@@ -11,7 +11,7 @@ constexpr int kStageInputs = 128;
 constexpr int kWarps = 16;            // that multiply
 constexpr int kMostPassAtoms = 4;     // strips of 16 outputs at a time, or 2 or 1
 constexpr int kBarrierBytes = 1024;   // a barrier for each piece; those are aligned for the swizzle
-constexpr int kSumBytes = 256;        // sums of a stage's activations, two numbers each
+constexpr int kSumBytes = 256;        // sums of a stage's activations, at most four for a token, of two numbers each
 constexpr int kTableBytes = 1 << 16;  // of the pairs of a table (pair_table.cuh)
 
 struct Config {
@@ -60,7 +60,8 @@ struct Costs {
   float words;        // a strip of outputs in a stage for each warp
   float groups;       // of a stage, more with groups of 32 and 64
   float sums;         // of a stage, more with float zeros or offsets
-  float adding;       // of the start, for the sums of activations then
+  float group_sums;   // the same of groups of 32 and 64
+  float adding;       // of a pass, for those
   float wide;         // of a stage, more from nine tokens on, of float32 five
   float rows;         // a token's float32 activations of a stage of a team, once
   float filling;      // of the start, for a table

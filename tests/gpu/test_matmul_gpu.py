@@ -470,7 +470,6 @@ def test_resident_activations(rng, x_dtype, bits, mode, m):
         bias = jnp.asarray(rng.normal(0, 3, n), jnp.float32)
         others = (k, n) == (2048, 264) or (floats and (group_size is None or m > 8))
         others |= m > 8 and (k, n) in ((27648, 265), (12352, 521))  # many inputs for few outputs, rows of any length
-        others |= floats and bits == 8 and k * n > 2 << 20  # more than two blocks of a warp, of some
         if _cuda_dispatch.has_warpgroups() and not others:
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
         product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, activation="relu", implementation="cuda"))
