@@ -71,7 +71,7 @@ SUITES = {
     "float16": [case(k, n, m, dtype="float16") for k, n in TABLE for m in (64, 128, 256, 512, 1024, 2048)],
     "schemes": [
         case(8192, 8192, m, **scheme)
-        for m in (1, 16, 64)
+        for m in (1, 8, 16, 64)
         for scheme in (
             {"dtype": "float16"},
             {"mode": "integer_zeros"},
@@ -86,7 +86,8 @@ SUITES = {
             {"bits": 8, "group_size": None},
         )
     ]
-    + [case(k, n, m, bits=8) for k, n in TABLE for m in (1, 16) if (k, n) != (8192, 8192)],
+    + [case(k, n, m, bits=8) for k, n in TABLE for m in (1, 8, 16) if (k, n) != (8192, 8192)]
+    + [case(4096, 4096, m, bits=bits, mode="offsets") for bits in (4, 8) for m in (1, 8)],
     "float32": [case(8192, 8192, m, dtype="float32") for m in (1, 4, 8, 16, 64, 256, 1024)]
     + [case(8192, 8192, m, dtype="float32", mode="offsets") for m in (1, 8, 16, 64, 256, 1024)]
     + [
