@@ -288,13 +288,17 @@ def scratch(p: Product, x_batch: int) -> int:
     if tiled_kernel(p):
         if p.m >= _least_tiled_tokens(p):
             of_warpgroups = _warpgroup_scratch_of(p) if warpgroup_kernel(p) and isinstance(p.m, int) else 0
-            return max(_abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE), of_warpgroups)
+            return max(_tiled_scratch(p), of_warpgroups)
         return _warpgroup_scratch_of(p) if p.m > STREAM_TOKENS and warpgroup_kernel(p) else 0
     if p.m > STREAM_TOKENS and _mma_kernel(p):
         return _abi.mma_scratch(p.batch, p.m, p.n, _cuda_costs.MMA_CTAS * _gpu()[1])
     if isinstance(p.m, int) and p.m > STREAM_TOKENS and warpgroup_kernel(p):
         return _warpgroup_scratch_of(p)
     return 0
+
+
+def _tiled_scratch(p: Product) -> int:
+    return _abi.matmul_scratch(p.batch, p.m, p.n, _LEAST_TILE)
 
 
 def _warpgroup_scratch_of(p: Product) -> int:
@@ -557,7 +561,8 @@ def kernel(p: Product) -> str:
             by_warpgroups, other = other < streaming, min(other, streaming)
     elif not streamed:
         other = _stream(p)
-    if _resident(p) < other:
+    odd_rows = aligned is None and warpgroup_kernel(p._replace(parameter_row=_aligned_row(p)))
+    if _resident(p) < (math.inf if odd_rows else other):  # streaming odd rows takes longer than estimated
         return "matmul_resident"
     if not streamed:
         # With a table another pass takes longer in any case.
@@ -565,7 +570,9 @@ def kernel(p: Product) -> str:
         if parts := _parts(p):
             return f"{parts.first[0]} + {parts.second[0]}"
         if p.m >= _least_tiled_tokens(p) and tiled_kernel(p) and _tiled(p) < least:
-            return "matmul_tiled"
+            # Where its scratch has no room for rows of scales that are copied, streaming is what is left beside it.
+            streams = _aligns(p) and not p.table and _aligned_scratch(p) > _tiled_scratch(p)
+            return "matmul_stream" if streams and _stream(p) <= _tiled(p) else "matmul_tiled"
         if by_warpgroups:
             return "matmul_warpgroup"
         if p.m > STREAM_TOKENS and _mma_kernel(p) and _mma(p) < other:

@@ -12,8 +12,8 @@
 // looked up in pairs, in shared memory (pair_table.cuh).
 //
 // Float zeros and offsets are a product of their own at the end of a strip, with the sums of the activations of a stage
-// or of 32 inputs, which are made before the first products: of tf32 numbers, two of which are a sum and one or two
-// what multiplies it, exactly but for the last bits. Teams share the stages of that as they come, eight sums at a time.
+// or of 32 inputs, which are made when the first strip has been multiplied: of tf32 numbers, two of which are a sum and
+// two what multiplies it, exactly but for the last bits. Teams take eights of these sums in turns.
 //
 // float32 activations, up to eight tokens, are two fp16 numbers each, in units of the power of two of the largest one
 // of a token and stage, and so two columns of the same products. The tensor copy engine brings them as they are; four
@@ -102,8 +102,8 @@ struct Shape {
   static constexpr int kPassAtoms = kPass, kTeams = kWarps / kPass;
   static constexpr int kBlocks = kBlocks_;            // of kAhead stages that a warp has, of one strip; 0: any, of any
   static constexpr int kStepTiles = kTeams * kTiles;  // from a stage of a team to its next
-  static constexpr int kLog2Block =
-      log2_block_stages(kBits, kPass);  // a piece of the activations has as many stages, or more
+  // A piece of the activations has as many stages, or more.
+  static constexpr int kLog2Block = log2_block_stages(kBits, kPass);
   static constexpr ShiftKind kShift = kShift_;
   static constexpr int kTokens = kSplit ? 8 : kColumns;
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
@@ -167,8 +167,8 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Div
   }
 }
 
-// Sums of a stage's activations by a warp, 2^-13 of those of all its inputs or of each block of 32: rows of all tokens
-// in tf32, and `rest` bytes behind them what these numbers lack to float32.
+// Sums of a stage's activations by a warp, 2^-13 of those of all its inputs or of each block of 32: a row of all tokens
+// each in tf32, and `rest` bytes behind it what these numbers lack to float32.
 template <typename S>
 __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row, int tokens, int lane, uint8_t* to,
                                                 int rest) {
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 
   // Float zeros and offsets, and their scales, of rows t and t + 4 of eight sums and outputs g and g + 8 of a strip.
   uint32_t of_shift[S::kShiftSlots][4], of_scale[S::kShiftSlots][4];
-  const int sum_rows = (cta_tiles + kTiles - 1) / kTiles * S::kSumRows;
+  const int sum_rows = cta_stages() * S::kSumRows;
   const uint8_t *shifts = nullptr, *shift_scales = nullptr;
   const auto fetch_shift = [&](auto first, int slot, int first_row, int strip) {
 #pragma unroll
