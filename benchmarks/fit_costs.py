@@ -67,22 +67,18 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
             for config, us in costs.mma_times(m, k, n, 1, scheme, MULTIPROCESSORS, SHARED_BYTES, numbers):
                 yield ("mma", *config), us
             return
+        resident = costs.resident_of(file, bits, split)
+        if m <= resident.tokens // (1 + (split or floats)) and (scheme.alike or not floats):
+            for config, us in costs.resident_times(m, k, n, 1, scheme, scheme.alike, MULTIPROCESSORS, resident):
+                yield ("resident", *config), us
         if split:
             numbers = costs.warpgroups_of(file["split_warpgroup"])
             for (*config, _), us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):
                 yield ("warpgroup", *config), us
-            numbers = costs.resident_of(file, bits, split)
-            if m <= numbers.tokens // 2 and not scheme.floats:
-                for config, us in costs.resident_times(m, k, n, 1, scheme, False, MULTIPROCESSORS, numbers):
-                    yield ("resident", *config), us
             return
         tiles = costs.tiles_of(file["table"] if table else file["tiled"]["costs"])
         for (tokens, splits, _), us in costs.tiled_times(m, n, -(-k // 64), 1, scheme, MULTIPROCESSORS, tiles):
             yield ("tiled", tokens, splits), us
-        resident = costs.resident_of(file, bits, split)
-        if (scheme.alike or not floats) and m <= resident.tokens // (1 + scheme.floats):
-            for config, us in costs.resident_times(m, k, n, 1, scheme, scheme.alike, MULTIPROCESSORS, resident):
-                yield ("resident", *config), us
         if not table:
             numbers = costs.warpgroups_of(file["warpgroup"])
             for (*config, teams), us in costs.warpgroup_times(m, k, n, 1, scheme, MULTIPROCESSORS, numbers):

@@ -5,8 +5,9 @@
 //       every instance (one case in EVERY; of KERNEL) on odd shapes against a float64 sum, exit status 1 on a mismatch
 //   kernel_sweep time BITS GROUP X MS SHAPES [SHIFT]
 //       one line per configuration: k n m atoms tiles warps cluster ctas us GB/s
-//       X: bf16, f16 or f32, and the type of scales after it, as in bf16/f32 (else f16 with f16, and bf16); MS: 1,8,16;
-//       SHAPES: KxN,KxN; GROUP 0: per channel SHIFT: symmetric (default), integer_zeros, float_zeros, offsets or table
+//       X: bf16, f16 or f32, with scales of bf16, or f16 as X; of other types bf16/f32 and the like
+//       MS: 1,8,16; SHAPES: KxN,KxN; GROUP 0: per channel
+//       SHIFT: symmetric (default), integer_zeros, float_zeros, offsets or table
 //       the warpgroup kernel: atoms 0, tiles for tokens / 8, warps for warpgroups, cluster 0 for inputs shared evenly,
 //       ctas for teams, or those of a multiprocessor
 //       the decode kernel: atoms -1, tiles for parts

@@ -98,23 +98,28 @@ float stream_us(const MatmulArgs& args, const Device& device) {
   return waves > kFewWaves ? std::max(us, static_cast<float>(waves) * wave) : us;
 }
 
-// What matmul_resident is expected to take for a product, and how; 0 where it does not take it.
-float resident_us(const MatmulArgs& args, const Device& device, resident::Config* config) {
-  if (device.architecture != 90 || !resident::supports(args)) return 0.f;
-  return resident::choose(args, device.multiprocessors, shared_share(device, 1), config);
+// How matmul_resident would do a product, and what that is expected to take; 0 where it does not take it.
+struct Resident {
+  resident::Config config;
+  float us;
+};
+Resident as_resident(const MatmulArgs& args, const Device& device) {
+  Resident best{};
+  if (device.architecture != 90 || !resident::supports(args)) return best;
+  best.us = resident::choose(args, device.multiprocessors, shared_share(device, 1), &best.config);
+  return best;
 }
 
 // Where matmul_resident takes a product too, which is faster but for one token of very many inputs or weights, and for
 // float zeros and offsets where a warp has more than a few weights.
-bool decode_is_slower(const MatmulArgs& args, const Device& device) {
+bool decode_is_slower(const MatmulArgs& args, const Device& device, const Resident& resident) {
   const int64_t outputs = args.batch * args.n, weights = outputs * args.k * args.bits / 8;
   const bool floats = has_float_shift(args);
   if (!floats && args.batch >= costs::kDecodeEntries) return false;
-  resident::Config config{};
-  if (resident_us(args, device, &config) == 0.f) return false;
+  if (resident.us == 0.f) return false;
   // For few outputs two tokens of many inputs take long to prepare.
   const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
-  if (floats) return resident::blocks_of(args, config) > 0 || (args.m > 1 && few);
+  if (floats) return resident::blocks_of(args, resident.config) > 0 || (args.m > 1 && few);
   if (args.m > 1 || decode::stage_groups(args) == 4) return true;
   // Of very many inputs matmul_resident needs clusters of four, which not all multiprocessors have room for. float32
   // ones take matmul_decode longer to prepare.
@@ -123,13 +128,13 @@ bool decode_is_slower(const MatmulArgs& args, const Device& device) {
 }
 
 // Of few bytes of weights preparing the activations takes longer than their cheaper products save.
-bool decodes(const MatmulArgs& args, const Device& device) {
+bool decodes(const MatmulArgs& args, const Device& device, const Resident& resident) {
   if (device.architecture != 90 || !decode::supports(args)) return false;
   const int64_t outputs = args.batch * args.n;
   if (outputs * args.k * args.bits / 8 < costs::kDecodeWeights || args.k < costs::kDecodeInputs) return false;
   if (ceil_div(args.k, 128) > costs::kDecodeStages) return false;
   if (decode::stage_groups(args) == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
-  if (decode_is_slower(args, device)) return false;
+  if (decode_is_slower(args, device, resident)) return false;
   // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without, and a lone entry not
   // more than half of them.
   const int64_t share = device.multiprocessors / args.batch, wanted = device.multiprocessors * 9 / 10;
@@ -158,11 +163,9 @@ bool has_odd_rows(const MatmulArgs& args) {
 }
 // Whether it then waits until they are where it can. Few tokens do not, with few weights, or where matmul_resident,
 // which needs none of this, is there.
-bool aligns_rows(const MatmulArgs& args, const Device& device) {
+bool aligns_rows(const MatmulArgs& args, const Resident& resident) {
   const int64_t weights = args.batch * args.n * args.k * args.bits / 8;
-  resident::Config config{};
-  const bool few =
-      args.m <= costs::kStreamTokens && (weights < costs::kDecodeWeights || resident_us(args, device, &config) > 0.f);
+  const bool few = args.m <= costs::kStreamTokens && (weights < costs::kDecodeWeights || resident.us > 0.f);
   return !few && aligned_rows::bytes(args) <= args.scratch_bytes;
 }
 
@@ -178,14 +181,15 @@ using Choice =
     std::variant<Streamed, Decoded, resident::Config, ByWarpgroups, tiled::Config, parts::Config, mma::Config>;
 
 // Where matmul_decode does not take it.
-Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
+Choice choose_undecoded(const MatmulArgs& args, const Device& device, const Resident& resident) {
   // With scales of another type, or odd rows, and no small groups streaming four bits is faster for few tokens. Eight
   // bits leave the warpgroup kernel time to spare, and its bulk copies then read faster once every multiprocessor has a
   // CTA.
   const bool wide = args.bits == 8 && args.batch * ceil_div(args.n, kTileN) > device.multiprocessors;
   const bool small_groups = has_small_groups(args);
   const bool splits = args.x_dtype == DType::kF32;
-  const bool odd_rows = device.architecture == 90 && has_odd_rows(args), aligns = odd_rows && aligns_rows(args, device);
+  const bool odd_rows = device.architecture == 90 && has_odd_rows(args),
+             aligns = odd_rows && aligns_rows(args, resident);
   const MatmulArgs aligned = aligns ? aligned_rows::after(args) : args;  // what matmul_warpgroup takes
   bool by_warpgroups = warpgroup::supports(aligned);
   const bool table = args.shift_mode == ShiftMode::kTable;
@@ -206,10 +210,8 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device) {
     by_warpgroups = by_warpgroups && us < streaming;
     us = std::min(us, streaming);
   }
-  resident::Config residents{};
-  const float of_residents = resident_us(args, device, &residents);
   // Of float32 nearly always faster, and streaming odd rows takes longer than estimated.
-  if (of_residents > 0.f && (streamed || splits || (odd_rows && !aligns) || of_residents < us)) return residents;
+  if (resident.us > 0.f && (streamed || splits || (odd_rows && !aligns) || resident.us < us)) return resident.config;
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
     const bool in_tiles =
@@ -262,7 +264,9 @@ class Choices {
     }
     pair.latest = 1 - pair.latest;
     Entry& entry = pair.entries[pair.latest];
-    entry = {true, key, decodes(args, device) ? Choice{Decoded{}} : choose_undecoded(args, device)};
+    const Resident resident = as_resident(args, device);
+    const bool decoded = decodes(args, device, resident);
+    entry = {true, key, decoded ? Choice{Decoded{}} : choose_undecoded(args, device, resident)};
     return entry.choice;
   }
 
@@ -331,7 +335,7 @@ cudaError_t launch_matmul(const MatmulArgs& args, cudaStream_t stream) {
   const Launch launch{args, device, stream};
   const cudaError_t error = std::visit(launch, choice);
   if (error != cudaErrorInvalidConfiguration || !std::holds_alternative<Decoded>(choice)) return error;
-  choice = choose_undecoded(args, device);
+  choice = choose_undecoded(args, device, as_resident(args, device));
   return std::visit(launch, choice);
 }
 
