@@ -1,14 +1,14 @@
 """Times products with experts' weights on a GPU beside dense ones of the same process, into one result file.
 
     python benchmarks/experts.py [--suite mixtral many-up many-down] [--tokens N ...] [--gradient] [--dtype float32]
-                                 [--mode nf4] [--output FILE] [--append]
+                                 [--mode nf4] [--bits 8] [--output FILE] [--append]
 
 Every token goes to ``top_k`` of the experts: to all alike (``balanced``), or to expert e with a weight of 1 / (e + 1)
 (``skewed``). Kernel time is CUPTI's, the median over calls that rotate through more than four times the L2 of touched
 weights; all functions take turns. Microseconds:
 
-- ``us``: ``ragged_dot`` of the tokens sorted by expert, int4 in groups of 128, or another ``--mode`` of ``quantize``,
-  nf4 in groups of 64;
+- ``us``: ``ragged_dot`` of the tokens sorted by expert, int4 (or, of ``--bits`` 8, int8) in groups of 128, or another
+  ``--mode`` of ``quantize``, nf4 in groups of 64;
 - ``gather_us``: ``gather_matmul`` of the tokens in their own order;
 - ``dense_us``: ``jax.lax.ragged_dot`` in bfloat16, or float32 (which XLA makes TF32), where it fits into memory;
 - ``loop_us``: ``matmul`` for one expert after the other, for which the host has to know the sizes;
@@ -53,14 +53,14 @@ def route(rng: np.random.Generator, routing: str, tokens: int, experts: int, top
     return np.argsort(-scores, axis=1)[:, :top_k].astype(np.int32)
 
 
-def stacks(key, experts: int, k: int, n: int, count: int, mode: str | None, dtype=jnp.bfloat16) -> list:
+def stacks(key, experts: int, k: int, n: int, count: int, mode: str | None, dtype=jnp.bfloat16, bits=4) -> list:
     """``count`` stacks of experts' weights, quantized or, without a mode, in ``dtype``."""
 
     @jax.jit
     def make(key):
         def of_expert(key):
             w = (jax.random.normal(key, (k, n), jnp.float32) * k**-0.5).astype(jnp.bfloat16)
-            return jw.quantize(w, group_size=GROUP_SIZES[mode], mode=mode) if mode else w.astype(dtype)
+            return jw.quantize(w, bits=bits, group_size=GROUP_SIZES[mode], mode=mode) if mode else w.astype(dtype)
 
         return jax.lax.map(of_expert, jax.random.split(key, experts))
 
@@ -166,7 +166,7 @@ def measure(
         "tokens": tokens,
         "touched": touched,
         "dtype": dtype,
-        "bits": 4,
+        "bits": qts[0].bits,
         "mode": mode,
         "group_size": GROUP_SIZES[mode],
         **us,
@@ -189,11 +189,12 @@ def main() -> None:
     parser.add_argument("--gradient", action="store_true", help="measure the gradients of the activations instead")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
     parser.add_argument("--mode", choices=GROUP_SIZES, default="symmetric", help="(default: %(default)s)")
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="(default: %(default)s)")
     add_results(parser, None, where=f"in {RESULTS}")
     args = parser.parse_args()
     require_gpu("experts.py")
     kind = ("-gradients" if args.gradient else "") + ("" if args.dtype == "bfloat16" else f"-{args.dtype}")
-    kind += "" if args.mode == "symmetric" else f"-{args.mode}"
+    kind += ("" if args.mode == "symmetric" else f"-{args.mode}") + ("" if args.bits == 4 else f"-int{args.bits}")
     output = args.output or RESULTS / f"h100-experts{kind}.json"
 
     results = kept_rows(output, args.append, IDENTITY)
@@ -206,11 +207,12 @@ def main() -> None:
             weights.clear()
             # Enough for the calls that touch the fewest experts.
             least = min(experts, top_k * min(args.tokens))
-            dense_bytes = jnp.dtype(args.dtype).itemsize * k * n * least
+            codes, dense_bytes = (bits * k * n * least // 8 for bits in (args.bits, 8 * jnp.dtype(args.dtype).itemsize))
+            of_dense, of_codes = copies_of(dense_bytes), copies_of(codes)
             weights |= {
                 "suite": suite,
-                "quantized": stacks(jax.random.key(2), experts, k, n, copies_of(k * n * least // 2), args.mode),
-                "dense": stacks(jax.random.key(3), experts, k, n, copies_of(dense_bytes), None, args.dtype),
+                "quantized": stacks(jax.random.key(2), experts, k, n, of_codes, args.mode, bits=args.bits),
+                "dense": stacks(jax.random.key(3), experts, k, n, of_dense, None, args.dtype),
             }
         row = measure(
             suite, routing, tokens, args.dtype, args.mode, weights, args.rounds, args.calls, stream, args.gradient

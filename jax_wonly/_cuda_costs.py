@@ -179,14 +179,11 @@ class Ragged(NamedTuple):
     resident_rows_of_expert: int
     resident_table_rows_of_expert: int
     resident_float32_rows_of_expert: int
-    resident_weights: int
+    resident_bytes: int
     resident_quick_rows_of_expert: int
-    # matmul_decode: up to so many rows in all, or one for so many experts, from so many inputs on; one for more experts
-    # with fewer.
-    decode_rows: int
+    # matmul_decode: up to one row for so many experts, from so many inputs on.
     decode_inputs: int
     decode_experts_of_row: int
-    decode_experts_of_row_with_few_inputs: int
     # ragged_warpgroup: from one row for so many experts on, or, where it has high tiles of four bits alone, so many
     # rows of each, and of float32 ones; up to so many in low tiles, and in all where that is more than a high tile.
     warpgroup_experts_of_row: int

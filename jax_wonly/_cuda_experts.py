@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jax_wonly import _abi, _cuda_costs, _cuda_dispatch
 from jax_wonly._abi import ShiftMode
 from jax_wonly._cuda_dispatch import Product
+from jax_wonly._format import tile_k
 
 _RAGGED = _cuda_costs.Ragged(**_cuda_dispatch.SM90["ragged"])
 _LOW_ROWS, _HIGH_ROWS = 64, 128  # of a tile of ragged_warpgroup
 # A CTA makes the plan of so many experts itself, and puts so many ids in order (ragged_plan.h), with masks more
 # (ragged_resident.cuh).
 _OWN_EXPERTS, _OWN_IDS, _MASKED_IDS = 512, 32, 128
-_MOST_WEIGHTS, _MOST_OUTPUTS = 1 << 31, 1 << 17  # of an expert, that ragged_resident counts as floats
+_MOST_OUTPUTS = 1 << 17  # of an expert, whose strips ragged_resident counts as floats
 _MOST_ATOMS = 1 << 21  # and matmul_decode strips of 16 outputs, times CTAs
 # Bytes of shared memory of matmul_decode: digits of 128 inputs, each of their sums, sums of outputs, and static ones.
 _DIGITS, _SUMS, _PARTIAL, _STATIC = 1216, 32, 4096, 128
@@ -27,10 +28,10 @@ def kernel(p: Product, *, ids: bool) -> str:
     """The fused kernel for a product with an id for each row, or with sizes."""
     if not _cuda_dispatch.has_warpgroups():
         return "matmul_stream"
-    if _resident(p, ids):
-        return "ragged_resident"
     if _decode(p, ids):
         return "matmul_decode"
+    if _resident(p, ids):
+        return "ragged_resident"
     if tile_rows(p, ids=ids):
         return "ragged_warpgroup"
     tiled = p.m >= _RAGGED.tiled_rows * p.batch and _cuda_dispatch.tiled_kernel(p)
@@ -178,11 +179,9 @@ def _resident(p: Product, ids: bool) -> bool:
         of_expert = _RAGGED.resident_table_rows_of_expert
     elif p.split:
         of_expert = _RAGGED.resident_float32_rows_of_expert
-    elif p.n * p.k <= _RAGGED.resident_weights or p.small_groups:
+    elif p.n * p.k * p.bits // 8 <= _RAGGED.resident_bytes or (p.bits == 4 and p.small_groups):
         of_expert = _RAGGED.resident_quick_rows_of_expert
-    if p.m > max(few, of_expert * p.batch) or p.bits != 4 or p.k % 64 or p.n % 8:
-        return False
-    if p.n > _MOST_OUTPUTS or p.n * p.k > _MOST_WEIGHTS:
+    if p.m > max(few, of_expert * p.batch) or p.k % tile_k(p.bits) or p.n % 8 or p.n > _MOST_OUTPUTS:
         return False
     # With tiles of one row, and one strip for a warp, there is room if there is with any.
     masked = ids and _OWN_IDS < p.m <= _MASKED_IDS and p.batch <= _OWN_EXPERTS
@@ -200,12 +199,11 @@ def _decode(p: Product, ids: bool) -> bool:
     """As ``launch_decode`` in ``ffi/cuda/ragged_matmul.cu``."""
     small = p.groups > 1 and p.group_size == 32
     tokens = 1 if small else 2  # of a tile
-    if p.k >= _RAGGED.decode_inputs:
-        most = max(min(tokens * p.batch, _RAGGED.decode_rows), p.batch // _RAGGED.decode_experts_of_row)
-    else:
-        most = p.batch // _RAGGED.decode_experts_of_row_with_few_inputs
     ctas = _cuda_dispatch.multiprocessors()
-    if p.bits != 8 or p.split or p.m > min(most, ctas) or not _cuda_dispatch.decode_kernel(p._replace(m=tokens)):
+    most = min(p.batch // _RAGGED.decode_experts_of_row, ctas)
+    if p.bits != 8 or p.split or p.k < _RAGGED.decode_inputs or p.m > most:
+        return False
+    if not _cuda_dispatch.decode_kernel(p._replace(m=tokens)):
         return False
     stage = _DIGITS + _SUMS * (2 if p.small_groups else 1)
     finding = 0 if ids and p.m <= _OWN_IDS else _plan_bytes(p.batch)

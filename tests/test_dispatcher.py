@@ -29,7 +29,8 @@ SOURCES += ["conv", "direct_conv", "launch", "matmul"]
 # With kernels, of an architecture that most of them are empty for.
 KERNELS = ["aligned_rows", "matmul_mma", "ragged_plan"]
 RAGGED = ("decode", "resident", "stream", "tiled", "warpgroup", "transposed_stream", "transposed_warpgroup")
-KERNELS += [*(f"ragged_{name}_kernels" for name in RAGGED), "ragged_transposed_warpgroup_f32"]
+KERNELS += [f"ragged_{name}_kernels" for name in (*RAGGED, "resident_eight_bits")]
+KERNELS.append("ragged_transposed_warpgroup_f32")
 TYPES = ("float16", "bfloat16", "float32", "uint8")  # DType of abi.h
 H100 = (90, 132, 232448, 233472)  # architecture, multiprocessors, shared memory of a CTA and of a multiprocessor
 A100 = (80, 108, 166912, 167936)

@@ -398,7 +398,8 @@ def test_even_shares_of_experts(emulated, rng, multiprocessors, shared_bytes):
     for x_dtype in UNITS:
         k, n, experts = 64 * int(rng.integers(2, 40)), 8 * int(rng.integers(8, 200)), int(rng.integers(3, 20))
         mode, group_size = str(rng.choice((*MODES, "table"))), int(rng.choice([32, 64]))
-        weight = random_weight(rng, k, n, mode=mode, group_size=group_size, lead=(experts,), scale_dtype=x_dtype)
+        scheme = {"bits": 4 if mode == "table" else int(rng.choice([4, 8])), "mode": mode, "group_size": group_size}
+        weight = random_weight(rng, k, n, lead=(experts,), scale_dtype=x_dtype, **scheme)
         rows = int(rng.integers(2, 2 * experts + 1))
         x, bias = random_x(rng, (rows, k), x_dtype), random_x(rng, (experts, n))
         assert jw.explain(x, weight.qt, experts="ids", platform="cuda").kernel == "ragged_resident"

@@ -238,10 +238,13 @@ def test_experts_on_cuda(monkeypatch):
     assert kernels(8, k=131072, n=64) == kernels(8, k=1000, group_size=None) == [flat]
     assert kernels(8, k=1024, n=1001) == kernels(8, k=1001, group_size=None) == [stream]
     # Eight bits.
-    assert kernels(1, 16, 17, bits=8) == kernels(1, 8, 9, bits=8, group_size=32) == [decode, decode, flat]
-    assert kernels(64, 65, e=128, bits=8, experts=sizes) == [decode, flat]
-    assert kernels(64, 65, 127, 128, e=128, bits=8, experts=ids) == [decode, stream, stream, flat]
-    assert kernels(8, 9, e=128, k=512, bits=8) == [decode, stream]
+    for options in ({}, {"group_size": 32}, {"mode": "offsets"}):
+        assert kernels(1, 4, 5, 32, bits=8, **options) == [decode, decode, few, few]
+    assert kernels(32, 33, bits=8) == [few, flat]
+    assert kernels(64, 65, 128, 129, e=128, bits=8) == [decode, few, few, flat]
+    assert kernels(1, 128, 129, e=128, k=512, bits=8) == [few, few, flat]
+    assert kernels(256, 257, e=128, k=2048, n=1024, bits=8) == [few, flat]
+    assert kernels(1, 256, 257, e=128, bits=8, dtype=jnp.float32) == [few, few, flat]
     # Few rows of an expert, many, and more.
     wide, part = {"scale_dtype": jnp.float32}, {"k": 1000, "group_size": None}  # of a tile
     assert kernels(63, 64, e=128, experts=sizes, **part) == kernels(63, 64, group_size=32, **wide) == [stream, flat]

@@ -64,7 +64,8 @@ cudaError_t launch_resident(const RaggedArgs& args, const Device& device, cudaSt
   // With more rows some experts have more than a tile, for which their weights are read again. Of few experts it is
   // faster than ragged_warpgroup up to so many, and where that takes long for a tile.
   const int64_t few = std::min(costs::kRaggedResidentRows, costs::kRaggedResidentRowsOfExpert * args.experts);
-  const bool quick = product.n * product.k <= costs::kRaggedResidentWeights || has_small_groups(product);
+  const bool quick = product.n * product.k * product.bits / 8 <= costs::kRaggedResidentBytes ||
+                     (product.bits == 4 && has_small_groups(product));
   const int64_t of_expert = product.shift_mode == ShiftMode::kTable ? costs::kRaggedResidentTableRowsOfExpert
                             : product.x_dtype == DType::kF32        ? costs::kRaggedResidentFloat32RowsOfExpert
                             : quick                                 ? costs::kRaggedResidentQuickRowsOfExpert
@@ -76,18 +77,15 @@ cudaError_t launch_resident(const RaggedArgs& args, const Device& device, cudaSt
   return ragged_resident::launch(args, device, stream);
 }
 
-// Eight bits alone: ragged_resident is at least as fast with four.
+// Eight bits alone, which ragged_resident takes longer to ask for: with four it is at least as fast.
 cudaError_t launch_decode(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
   MatmulArgs one = args.product;
   one.m = decode::tile_tokens(args.product);
   // It reads the weights again for every two rows, or one, of which few experts may have more; four warpgroups share
   // the inputs.
-  const int64_t most = args.product.k >= costs::kRaggedDecodeInputs
-                           ? std::max(std::min(one.m * args.experts, costs::kRaggedDecodeRows),
-                                      args.experts / costs::kRaggedDecodeExpertsOfRow)
-                           : args.experts / costs::kRaggedDecodeExpertsOfRowWithFewInputs;
-  if (device.architecture != 90 || args.product.bits != 8 || args.m > std::min<int64_t>(most, device.multiprocessors) ||
-      args.product.x_dtype == DType::kF32 || !decode::supports(one)) {
+  const int64_t most = std::min<int64_t>(args.experts / costs::kRaggedDecodeExpertsOfRow, device.multiprocessors);
+  if (device.architecture != 90 || args.product.bits != 8 || args.product.k < costs::kRaggedDecodeInputs ||
+      args.m > most || args.product.x_dtype == DType::kF32 || !decode::supports(one)) {
     return cudaErrorInvalidConfiguration;
   }
   ragged::Work work;
@@ -107,7 +105,7 @@ cudaError_t launch_ragged_matmul(const RaggedArgs& args, cudaStream_t stream) {
   const bool splits = args.product.x_dtype == DType::kF32;  // into numbers that are in order
   const bool in_order = device.architecture == 90 &&
                         (!(ids || splits) || ragged::can_order(args, ragged_warpgroup::float32_sums(args.product)));
-  for (const auto launch : {launch_resident, launch_decode}) {
+  for (const auto launch : {launch_decode, launch_resident}) {
     const cudaError_t error = launch(args, device, stream);
     if (error != cudaErrorInvalidConfiguration) return error;
   }

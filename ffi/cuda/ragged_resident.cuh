@@ -5,10 +5,10 @@
 // What there is to compute takes a few microseconds, so that what stands before the first load of weights and after the
 // last is most of what can be saved. A CTA has a run of outputs of one tile of rows, a segment, whose activations are
 // copied to its shared memory while weights are on their way. Its warps have as many units each, of 32 outputs x 64
-// inputs, which follow each other along the inputs, and load them kAhead units at a time, and the next as soon as these
-// have come. The inputs are cut into slices, each of whose sums a warp leaves in shared memory. Where tiles would leave
-// many CTAs idle, or are more than there are CTAs, these share all strips of 32 outputs evenly, and take one segment
-// after the other.
+// inputs (of eight bits 32), which follow each other along the inputs, and load them kAhead units at a time, and the
+// next as soon as these have come. The inputs are cut into slices, each of whose sums a warp leaves in shared memory.
+// Where tiles would leave many CTAs idle, or are more than there are CTAs, these share all strips of 32 outputs evenly,
+// and take one segment after the other.
 //
 // float32 activations, up to four rows, are two fp16 numbers each, in units of the power of two of the largest one of a
 // row's 128 inputs, and so two columns of the same products. They are copied as they are, and all warps make the
@@ -50,16 +50,14 @@ using warpgroup::Convert;
 using warpgroup::convert_half;
 using warpgroup::look_up_half;
 
-constexpr int kBits = 4;
-constexpr int kUnitInputs = tile_k(kBits), kUnitBlocks = kUnitInputs / 32;
 constexpr int kUnitAtoms = 2, kUnitOutputs = kUnitAtoms * kAtomN;
 // Each executes the instructions before the first load of weights, so that few begin sooner; many are faster then. Few
 // for up to so many units of a CTA.
 constexpr int kFewWarps = 8, kMostWarps = 16, kFewUnits = 96;
 constexpr int kMostSlices = 16, kAlikeParts = 8;
 constexpr int kMostRows = 8, kFewRows = 4;      // of a tile; of float32 the few
-constexpr int kSplitUnits = 2;                  // whose numbers have a power of two of their own
-constexpr int kSplitBlocks = 2;                 // of so many units that a warp splits at once
+constexpr int kSplitInputs = 128;               // whose numbers have a power of two of their own
+constexpr int kSplitBlocks = 2;                 // of so many inputs that a warp splits at once
 constexpr float kMostShare = 1.08f;             // of the warp that has most: otherwise tiles have fewer rows
 constexpr int kBarrierBytes = 16, kUndoAt = 8;  // behind the barrier what undoes two tables' powers of two
 constexpr int kTableAlignment = 128;
@@ -85,7 +83,7 @@ struct Params {
   int most_strips;                                 // of a segment
   int few_tiles;                                   // up to which the CTAs of a tile share its outputs anyway
   int slices, slice_tiles;                         // that the inputs are cut into, and tiles of one but for the last
-  int log2_group_units;                            // group size = kUnitInputs << this
+  int log2_group_units;                            // group size = inputs of a unit << this
   int x_row_bytes;                                 // which lie apart so that ldmatrix reads different banks
   int scale_bytes, shift_bytes;
   // In shared memory: factors of float32 numbers, a table, sums, and what finding a tile takes.
@@ -105,9 +103,11 @@ struct Params {
 
 // kGroups: groups in a unit. kAnyTypes: scales and floating-point shifts may be of another type than 16-bit
 // activations.
-template <typename Input_, int kWarps_, int kGroups_, ShiftKind kShift_, bool kAnyTypes_>
+template <typename Input_, int kBits_, int kWarps_, int kGroups_, ShiftKind kShift_, bool kAnyTypes_>
 struct Shape {
   using Input = Input_;
+  static constexpr int kBits = kBits_, kUnitInputs = tile_k(kBits), kUnitBlocks = kUnitInputs / 32;
+  static constexpr int kSplitUnits = kSplitInputs / kUnitInputs;
   static constexpr bool kSplit = std::is_same_v<Input, float>, kAnyTypes = kAnyTypes_;
   static_assert(!kSplit || kAnyTypes);
   using X = std::conditional_t<kSplit, __half, Input>;
@@ -198,18 +198,18 @@ __device__ __forceinline__ int first_slice(int slices, int warp, int warps) {
   return static_cast<int>(static_cast<uint32_t>(slices * warp) / static_cast<uint32_t>(warps));
 }
 
-// float32 activations in shared memory become two fp16 numbers each, in their place, by all warps: those of a unit of a
-// row are 128 bytes of first numbers, and as many of second ones, whose halves are exchanged so that ldmatrix reads
-// different banks. They are multiplied by the power of two that makes the largest of a row's kSplitUnits units 2^14 or
-// more; the numbers are then exact to 2^-22 of an activation, or 2^-39 of that largest one. A factor undoes it.
-template <int kWarps>
+// float32 activations in shared memory become two fp16 numbers each, in their place, by all warps: those of 32 inputs
+// of a row are 64 bytes of first numbers, and as many of second ones. They are multiplied by the power of two that
+// makes the largest of a row's kSplitInputs inputs 2^14 or more; the numbers are then exact to 2^-22 of an activation,
+// or 2^-39 of that largest one. A factor undoes it.
+template <typename S>
 __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, int rows, const Params& params, int warp,
                                            int lane) {
-  constexpr int kBlockBytes = kSplitUnits * kUnitInputs * 4;
+  constexpr int kBlockBytes = kSplitInputs * 4, kUnitLanes = 32 / S::kSplitUnits;
   static_assert(kBlockBytes == 32 * sizeof(uint4));
-  const int blocks = (params.k_tiles + kSplitUnits - 1) / kSplitUnits, items = rows * blocks;
+  const int blocks = (params.k_tiles + S::kSplitUnits - 1) / S::kSplitUnits, items = rows * blocks;
 #pragma unroll 1
-  for (int first = warp * kSplitBlocks; first < items; first += kWarps * kSplitBlocks) {
+  for (int first = warp * kSplitBlocks; first < items; first += S::kWarps * kSplitBlocks) {
     uint4 values[kSplitBlocks];
     uint8_t* places[kSplitBlocks];
     bool wanted[kSplitBlocks];
@@ -217,7 +217,7 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, int rows,
     for (int i = 0; i < kSplitBlocks; ++i) {
       const int item = min(first + i, items - 1), row = divide(item, blocks), block = item - row * blocks;
       places[i] = x + row * params.x_row_bytes + block * kBlockBytes;
-      wanted[i] = first + i < items && block * kSplitUnits + lane / 16 < params.k_tiles;
+      wanted[i] = first + i < items && block * S::kSplitUnits + lane / kUnitLanes < params.k_tiles;
       values[i] = wanted[i] ? *reinterpret_cast<const uint4*>(places[i] + lane * 16) : uint4{};
     }
     __syncwarp();  // all have read
@@ -226,11 +226,10 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, int rows,
       const uint32_t largest = largest_of_warp(values[i]), power = split_power(largest);
       uint2 first_numbers, second_numbers;
       split_four(values[i], split_factor(power), &first_numbers, &second_numbers);
-      uint8_t* const to = places[i] + lane / 16 * (kBlockBytes / kSplitUnits) + lane % 2 * 8;
-      const int sixteen = lane % 16 / 2;  // bytes
+      uint8_t* const to = places[i] + lane / 8 * (kBlockBytes / 4) + lane % 8 * 8;
       if (wanted[i]) {
-        *reinterpret_cast<uint2*>(to + sixteen * 16) = first_numbers;
-        *reinterpret_cast<uint2*>(to + 128 + (sixteen ^ 4) * 16) = second_numbers;
+        *reinterpret_cast<uint2*>(to) = first_numbers;
+        *reinterpret_cast<uint2*>(to + kBlockBytes / 8) = second_numbers;
         if (lane == 0) factors[first + i] = __uint_as_float(split_undo(largest, power, 0));
       }
     }
@@ -375,6 +374,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
 #if __CUDA_ARCH__ >= 900
   using X = typename S::X;
   using C = Convert<X>;
+  constexpr int kBits = S::kBits, kUnitBlocks = S::kUnitBlocks;
   constexpr int kGroups = S::kGroups, kAhead = S::kAhead, kThreads = S::kThreads;
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& args = params.args;
@@ -516,17 +516,16 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
     ptx::barrier_wait(arrived, turn);
 
     // Where this lane's pieces of 16 bytes for ldmatrix are, and how far from those of a block those of the next.
+    constexpr int kBlockStep = S::kUnitRowBytes / kUnitBlocks;
     uint32_t lane_x = ptx::shared_address(x) + begin_tile * S::kUnitRowBytes + lane / 8 * 16;
-    int block_step = 64;
     const float* lane_factors = nullptr;  // of row t
     if constexpr (S::kSplit) {
       float* const factors = reinterpret_cast<float*>(shared + params.factors_at);
-      split_rows<S::kWarps>(x, factors, now.rows, params, warp, lane);
+      split_rows<S>(x, factors, now.rows, params, warp, lane);
       ptx::fence_shared_for_async();  // the next segment's are copied there
       __syncthreads();
-      lane_factors = factors + min(t, now.rows - 1) * ((params.k_tiles + kSplitUnits - 1) / kSplitUnits);
-      lane_x += min(lane % 8 / 2, now.rows - 1) * params.x_row_bytes + lane % 2 * (128 + 64);
-      if (lane % 2 == 1) block_step = -64;
+      lane_factors = factors + min(t, now.rows - 1) * ((params.k_tiles + S::kSplitUnits - 1) / S::kSplitUnits);
+      lane_x += min(lane % 8 / 2, now.rows - 1) * params.x_row_bytes + lane % 2 * (kBlockStep / 2);
     } else {
       lane_x += min(lane % 8, now.rows - 1) * params.x_row_bytes;
     }
@@ -575,7 +574,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
 #pragma unroll
           for (int block = 0; block < kUnitBlocks; ++block) {
             uint32_t inputs[4];
-            ptx::load_matrices(inputs, lane_x + slot * S::kUnitRowBytes + block * block_step);
+            ptx::load_matrices(inputs, lane_x + slot * S::kUnitRowBytes + block * kBlockStep);
             const auto multiply = [&](float (&to)[4], const uint32_t (&a)[4], int step) {
               ptx::mma<C::kBf16>(to, a, inputs[2 * step], inputs[2 * step + 1]);
             };
@@ -595,6 +594,9 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
               if constexpr (S::kTable) {
                 look_up_half<S::kPieces, kWideRowBytes>(low, high, table, lane, codes, second_numbers);
               } else {
+                if constexpr (kBits == 8) {  // a vector of words is one block
+                  convert_half<X, kBits>(w.z, w.w, minus_zero[0], minus_zero[1], codes + 1);
+                }
                 convert_half<X, kBits>(low, high, minus_zero[0], minus_zero[1], codes);
               }
 #pragma unroll
@@ -635,7 +637,7 @@ __global__ void __launch_bounds__(S::kThreads, 1) ragged_resident_matmul(const _
             }
           }
           if constexpr (S::kSplit) {
-            const float factor = lane_factors[(tile + slot) / kSplitUnits];
+            const float factor = lane_factors[(tile + slot) / S::kSplitUnits];
 #pragma unroll
             for (int half = 0; half < 2 * kUnitAtoms; ++half) {
               acc[half / 2][half % 2] = fmaf(factor, of_unit[half], acc[half / 2][half % 2]);
@@ -750,7 +752,7 @@ bool lay_out(const RaggedArgs& args, int rows, int multiprocessors, int shared_b
   params->factors_at = kBarrierBytes + rows * params->x_row_bytes;
   params->sums_at = params->factors_at;
   if (S::kSplit) {
-    const int64_t factors = rows * ceil_div(params->k_tiles, kSplitUnits);
+    const int64_t factors = rows * ceil_div(params->k_tiles, S::kSplitUnits);
     params->sums_at += static_cast<int>(ceil_div(factors * 4, 16) * 16);
   }
   if (S::kTable) {
@@ -786,7 +788,7 @@ cudaError_t launch_shape(Params params, const RaggedArgs& args, const Device& de
   }
   if constexpr (S::kWarps == kMostWarps && S::kGroups == 1 && !S::kSums) {
     if (params.units <= kFewUnits) {
-      using Few = Shape<typename S::Input, kFewWarps, S::kGroups, S::kShift, S::kAnyTypes>;
+      using Few = Shape<typename S::Input, S::kBits, kFewWarps, S::kGroups, S::kShift, S::kAnyTypes>;
       return launch_shape<Few>(params, args, device, stream);
     }
   }
@@ -808,7 +810,7 @@ cudaError_t launch_shape(Params params, const RaggedArgs& args, const Device& de
   return launch_kernel(ragged_resident_matmul<S>, shape, stream, params);
 }
 
-template <typename Input>
+template <typename Input, int kBits>
 cudaError_t launch_typed(const RaggedArgs& ragged, const Device& device, cudaStream_t stream) {
   const MatmulArgs& args = ragged.product;
   Params params{};
@@ -822,7 +824,7 @@ cudaError_t launch_typed(const RaggedArgs& ragged, const Device& device, cudaStr
   params.scales_stride = args.scales_batch_stride * params.scale_bytes;
   params.outputs = static_cast<int>(args.n);
   params.strips = static_cast<int>(ceil_div(args.n, kUnitOutputs));
-  params.k_tiles = static_cast<int>(args.k / kUnitInputs);
+  params.k_tiles = static_cast<int>(args.k / tile_k(kBits));
   params.x_row_bytes = static_cast<int>(args.k * sizeof(Input)) + 16;
   params.saturating = device.multiprocessors;
   if (device.memory_rate > 0.f) {
@@ -832,7 +834,7 @@ cudaError_t launch_typed(const RaggedArgs& ragged, const Device& device, cudaStr
   params.split_strips =
       static_cast<int>(ceil_div(kSegmentBytes, params.k_tiles * int64_t{kUnitAtoms * kAtomWords * 4}));
   const int log2 = log2_group_blocks(args);
-  params.log2_group_units = log2 < 0 ? kNoGroups : log2 - 1;
+  params.log2_group_units = log2 < 0 ? kNoGroups : log2 - (kBits == 4);
   const bool offsets = args.shift_mode == ShiftMode::kOffsets;
   params.scale_mask = offsets ? 0 : 0xffffffffu;
   params.of_shift = offsets ? 1.f : 0.f;
@@ -842,25 +844,36 @@ cudaError_t launch_typed(const RaggedArgs& ragged, const Device& device, cudaStr
   params.shift_stride = args.shift_batch_stride * params.shift_bytes;
   const auto launch = [&](auto groups, auto shift) {
     const auto launch_types = [&](auto any) {
-      using Of = Shape<Input, kMostWarps, groups.value, shift.value, any.value>;
+      using Of = Shape<Input, kBits, kMostWarps, groups.value, shift.value, any.value>;
       return launch_shape<Of>(params, ragged, device, stream);
     };
-    if constexpr (!std::is_same_v<Input, float>) {
-      const bool alike =
-          args.scale_dtype == args.x_dtype && (shift.value != ShiftKind::kFloats || args.shift_dtype == args.x_dtype);
-      if (alike) return launch_types(std::false_type{});
+    // Others take as long with any types.
+    constexpr bool kPlain = kBits == 4 && groups.value == 1 && shift.value == ShiftKind::kNone;
+    if constexpr (kPlain && !std::is_same_v<Input, float>) {
+      if (args.scale_dtype == args.x_dtype) return launch_types(std::false_type{});
     }
     return launch_types(std::true_type{});
   };
   const auto launch_groups = [&](auto shift) {
-    return log2 == 0 ? launch(std::integral_constant<int, 2>{}, shift)
-                     : launch(std::integral_constant<int, 1>{}, shift);
+    if constexpr (kBits == 4) {
+      if (log2 == 0) return launch(std::integral_constant<int, 2>{}, shift);
+    }
+    return launch(std::integral_constant<int, 1>{}, shift);
   };
-  if (args.shift_mode == ShiftMode::kTable)
-    return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kTable>{});
+  if constexpr (kBits == 4) {
+    if (args.shift_mode == ShiftMode::kTable)
+      return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kTable>{});
+  }
   if (args.shift_mode == ShiftMode::kNone) return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kNone>{});
   if (args.shift_dtype == DType::kU8) return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kBytes>{});
   return launch_groups(std::integral_constant<ShiftKind, ShiftKind::kFloats>{});
+}
+
+template <int kBits>
+cudaError_t launch_of(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
+  return dispatch_float(args.product.x_dtype, [&](auto* x) {
+    return launch_typed<std::remove_pointer_t<decltype(x)>, kBits>(args, device, stream);
+  });
 }
 
 }  // namespace wonly::ragged_resident

@@ -2,16 +2,8 @@
 
 namespace wonly::ragged_resident {
 
-cudaError_t launch_f16(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
-  return launch_typed<__half>(args, device, stream);
-}
-
-cudaError_t launch_bf16(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
-  return launch_typed<__nv_bfloat16>(args, device, stream);
-}
-
-cudaError_t launch_f32(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
-  return launch_typed<float>(args, device, stream);
+cudaError_t launch_four_bits(const RaggedArgs& args, const Device& device, cudaStream_t stream) {
+  return launch_of<4>(args, device, stream);
 }
 
 }  // namespace wonly::ragged_resident

@@ -198,8 +198,9 @@ def test_few_rows(rng, mode, dtype, alike):
     and offsets of the activations' type, and of any."""
     for k, n, group_size, experts, rows in FEW_ROWS:
         scale_dtype, shift_dtype = (dtype, dtype) if alike else map(str, rng.choice(list(DTYPES), 2))
+        scheme = {"bits": 4 if mode == "table" else int(rng.choice([4, 8])), "group_size": group_size, "mode": mode}
         types = {"scale_dtype": scale_dtype, "shift_dtype": shift_dtype}
-        weight = random_weight(rng, k, n, bits=4, group_size=group_size, mode=mode, lead=(experts,), **types)
+        weight = random_weight(rng, k, n, lead=(experts,), **scheme, **types)
         activation = [None, "relu", "silu"][rng.integers(3)]
         epilogue = {"bias": [None, random_x(rng, (experts, n))][rng.integers(2)], "activation": activation}
         x = random_x(rng, (rows, k), dtype)
