@@ -3,7 +3,7 @@
     python benchmarks/tune.py --record
     python benchmarks/fit_costs.py [--record FILE ...] [--architecture 90]
     python benchmarks/fit_costs.py --groups   of what matmul_warpgroup's small groups and float zeros add, alone
-    python benchmarks/fit_costs.py --only resident eight_bit_resident     numbers of these alone
+    python benchmarks/fit_costs.py --only resident eight_bit_resident.costs.sums     these numbers alone
     python benchmarks/fit_costs.py --show     how good today's numbers are
 
 Coordinate descent: one number after the other is made a little larger and smaller, and kept where the loss falls. The
@@ -68,7 +68,7 @@ def expected(sweep: dict, k: int, n: int, m: int) -> Expected:
                 yield ("mma", *config), us
             return
         resident = costs.resident_of(file, bits, split)
-        if m <= resident.tokens // (1 + (split or floats)) and (scheme.alike or not floats):
+        if m <= resident.tokens // (1 + (split or floats)) and not (split and floats):
             for config, us in costs.resident_times(m, k, n, 1, scheme, scheme.alike, MULTIPROCESSORS, resident):
                 yield ("resident", *config), us
         if split:
@@ -137,7 +137,8 @@ def rounded(value: float) -> float:
 
 def fit(file: dict, cases: list[tuple[Measured, Expected]], groups: bool = False, only: Sequence[str] = ()) -> None:
     loss, _ = judge(file, cases)
-    places = [at for at in numbers_of(file) if not only or at[0] in only]
+    names = [tuple(name.split(".")) for name in only] or [()]
+    places = [at for at in numbers_of(file) if any((*map(str, at[: len(name)]),) == name for name in names)]
     if groups:
         places = [at for at in places if at[0] == "warpgroup" and at[1] in ("shapes", "rounded") and at[-1] >= 6]
     for step in progress(STEPS, label="steps"):
@@ -176,7 +177,9 @@ def main() -> None:
     parser.add_argument("--architecture", type=int, choices=RECORDS, default=90)
     parser.add_argument("--record", type=Path, nargs="*", help="(default: that of the architecture beside this script)")
     parser.add_argument("--groups", action="store_true", help="fit what groups and float zeros add alone")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="fit these of the file's numbers alone")
+    parser.add_argument(
+        "--only", nargs="*", default=[], metavar="NAME", help="fit these of the file alone, such as mma.start"
+    )
     parser.add_argument("--show", action="store_true", help="change nothing")
     args = parser.parse_args()
     records = [json.loads(path.read_text()) for path in args.record or [RECORDS[args.architecture]]]

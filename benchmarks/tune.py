@@ -108,6 +108,8 @@ FEW_SCHEMES = {
     (4, 32, "bf16", "float_zeros"): 1,
     (4, 128, "f16", "symmetric"): 2,
     (4, 128, "bf16/f32", "symmetric"): 4,
+    (4, 128, "bf16/f32", "float_zeros"): 1,
+    (4, 32, "bf16/f32", "offsets"): 2,
     (4, 128, "f32", "symmetric"): 5,
     (4, 32, "f32", "integer_zeros"): 1,
     (8, 128, "bf16", "symmetric"): 8,
@@ -119,6 +121,7 @@ FEW_SCHEMES = {
     (8, 32, "bf16", "float_zeros"): 1,
     (8, 128, "f16", "symmetric"): 2,
     (8, 128, "bf16/f32", "symmetric"): 4,
+    (8, 32, "bf16/f32", "offsets"): 1,
     (8, 128, "f32", "symmetric"): 5,
     (8, 32, "f32", "integer_zeros"): 2,
 }

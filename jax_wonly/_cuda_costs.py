@@ -162,19 +162,21 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
-    # Where matmul_resident takes a product too, without float zeros and offsets: one token from so many bytes of codes
-    # on, if inputs are so many, one token of more bytes, and batches of so many.
+    # Where matmul_resident takes a product too: one token from so many bytes of codes on, if inputs are so many, one
+    # token of more bytes (with float zeros and offsets half as many, of two tokens, too), and without these batches of
+    # so many.
     rivalled: int
     spread: int
     heavy: int
     entries: int
+    mixed: int  # bytes of codes from which on that takes float zeros and offsets of several types, but for one token
 
 
 class Ragged(NamedTuple):
     """Products with experts: where kernels take turns, by rows of all experts, or of one were they spread evenly."""
 
     # ragged_resident: up to one row for each expert, or so many in all, if those are no more for each; so many of a
-    # table for each, or float32 ones, or of experts of up to so many weights, or with groups of 32 or 64.
+    # table for each, or float32 ones, or of experts of up to so many bytes, or four bits in groups of 32 or 64.
     resident_rows: int
     resident_rows_of_expert: int
     resident_table_rows_of_expert: int
@@ -487,12 +489,13 @@ def _resident_bytes(m: int, stages: int, passes: int, cluster: int, pass_atoms: 
     while 8 * piece < stages:
         piece *= 2
     columns = 16 if m > 4 else 8  # of float32 activations, two numbers each
-    activations = (
-        _ceil(stages, piece) * piece * (2 * m if scheme.split else tokens) * 256 + stages * 256 * scheme.floats
-    )
+    activations = _ceil(stages, piece) * piece * (2 * m if scheme.split else tokens) * 256
+    # Their sums, sixteen rows of some of a stage at a time, and what multiplies them.
+    activations += (_ceil(stages * scheme.ends, 16) * 768 + 32768) * scheme.floats
     if scheme.split:
         activations += (columns - 2 * m) * 128 + stages * columns * 2
-    of_pass = max(pass_atoms, cluster) * (16 // pass_atoms) * tokens * 64
+    teams = 16 // pass_atoms + 4 // max(pass_atoms // 2, 1) * scheme.floats  # those are of warps of their own
+    of_pass = max(pass_atoms, cluster) * teams * tokens * 64
     table = PAIR_TABLE_BYTES if scheme.table else 0
     return 1024 + table + (max(activations, of_pass) if passes == 1 else activations + of_pass)
 
@@ -506,15 +509,21 @@ def resident_blocks(m: int, k: int, n: int, bits: int, config: tuple[int, int, i
     return blocks if blocks <= 2 else 0
 
 
+def resident_has_few_blocks(scheme: Scheme, alike: bool) -> bool:
+    """``has_few_blocks`` there, of up to eight tokens; ``alike`` as in :func:`resident_times`."""
+    alike = alike and not scheme.split
+    return not scheme.table and (alike or (scheme.ends == 1 and not scheme.floats))
+
+
 def resident_times(
     m: int, k: int, n: int, batch: int, scheme: Scheme, alike: bool, multiprocessors: int, costs: Resident
 ) -> Iterator[tuple[tuple[int, int, int], float]]:
-    """Of every configuration, (cluster, parts, strips of a pass). alike: whether scales are of the activations' type,
-    wherever their rows begin.
+    """Of every configuration, (cluster, parts, strips of a pass). alike: whether scales, float zeros and offsets are of
+    the activations' type, wherever their rows begin.
     """
     atoms = _ceil(n, 16)
+    few = resident_has_few_blocks(scheme, alike)
     alike = alike and not (scheme.table or scheme.split)
-    few = not scheme.table and (alike or scheme.ends == 1)  # has_few_blocks there
     stage = (
         costs.stages
         + costs.groups * (scheme.ends > 1)

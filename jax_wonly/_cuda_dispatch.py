@@ -331,14 +331,24 @@ def decode_kernel(p: Product) -> bool:
     return group >= 128 or p.k % 128 == 0
 
 
+def _is_alike(p: Product) -> bool:
+    """Whether scales, and float zeros or offsets, are of the activations' type."""
+    return p.scale_dtype == p.x_dtype and (not p.shifted or p.shift_dtype == p.x_dtype)
+
+
+def _mixes_shifts(p: Product) -> bool:
+    """As ``resident::mixes_shifts`` in ``ffi/cuda/matmul_resident.cu``."""
+    return p.shifted and not _is_alike(p)
+
+
 def _resident_kernel(p: Product) -> bool:
     """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
     tokens = _RESIDENT[p.bits, p.split].tokens // (1 + (p.split or p.shifted))
     if not has_warpgroups() or p.k % 64 or p.k > _RESIDENT_INPUTS or not 0 < p.m <= tokens:
         return False
-    if not p.split and p.scale_dtype == p.x_dtype:
-        return not p.shifted or p.shift_dtype == p.x_dtype
-    return not p.shifted and p.n * jnp.dtype(p.scale_dtype).itemsize % 4 == 0
+    if not p.split and _is_alike(p):
+        return True
+    return not (p.split and p.shifted) and p.n * jnp.dtype(p.scale_dtype).itemsize % 4 == 0
 
 
 def warpgroup_kernel(p: Product) -> bool:
@@ -388,8 +398,7 @@ def _least_tiled_tokens(p: Product) -> int:
 
 def _mma_kernel(p: Product) -> bool:
     """As ``mma::supports`` in ``ffi/cuda/matmul_mma.cu``."""
-    alike = p.scale_dtype == p.x_dtype and (not p.floats or p.shift_dtype == p.x_dtype)
-    return has_mma() and alike and not p.table and _in_tiles(p)
+    return has_mma() and _is_alike(p) and not p.table and _in_tiles(p)
 
 
 def _warpgroup_times(p: Product):
@@ -409,23 +418,19 @@ def _decode_is_slower(p: Product) -> bool:
     """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
     if not p.floats and p.batch >= _DECODE.entries:
         return False
-    config = _resident_config(p)
-    if config is None:
+    if _resident(p) == math.inf or (p.m == 1 and _mixes_shifts(p)):
         return False
-    if p.floats:
-        few = p.m > 1 and 4 * -(-p.outputs // 16) <= 3 * _gpu()[1]
-        return few or _cuda_costs.resident_blocks(p.m, p.k, p.n, p.bits, config) > 0
-    if p.m > 1 or p.scheme.ends == 4:
+    if not p.floats and (p.m > 1 or p.scheme.ends == 4):
         return True
-    spread = p.k >= _DECODE.spread and not p.split
-    return p.weight_bytes < (_DECODE.rivalled if spread else _DECODE.heavy)
+    most = _DECODE.rivalled if p.k >= _DECODE.spread and not p.split else _DECODE.heavy
+    return p.weight_bytes < (most // 2 if p.floats else most)
 
 
 def _resident_times(p: Product):
-    if not _resident_kernel(p):
+    if not _resident_kernel(p) or (_mixes_shifts(p) and p.weight_bytes < _DECODE.mixed):
         return iter(())
-    alike, costs = p.scale_dtype == p.x_dtype, _RESIDENT[p.bits, p.split]
-    return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, alike, _gpu()[1], costs)
+    costs = _RESIDENT[p.bits, p.split]
+    return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, _is_alike(p), _gpu()[1], costs)
 
 
 def _resident_config(p: Product) -> tuple[int, int, int] | None:

@@ -71,13 +71,12 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     assert {kernel(2, 128, 8192, n) for n in (1584, 1600)} == {resident}
     offsets = {"mode": ShiftMode.OFFSETS, "shift": jnp.bfloat16}
     for m in (1, 2):
-        assert [kernel(m, 128, k, 2048, bits=8, **offsets) for k in (4096, 8192)] == [resident, decode]
-    assert [kernel(2, 128, 16384, n, **offsets) for n in (1584, 1600)] == [resident, decode]
+        assert {kernel(m, 128, k, 2048, bits=8, **offsets) for k in (4096, 8192, 16384)} == {resident}
+        assert [kernel(m, 128, 8192, n, **offsets) for n in (15344, 15360)] == [resident, decode]
     assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [resident] * 2
-    of_small_groups = "matmul_warpgroup" if warpgroups else "matmul_stream"
     for mode, shift, expected in (
-        *((ShiftMode.ZEROS, jnp.uint8, [resident] * 2), (ShiftMode.OFFSETS, jnp.bfloat16, [decode] * 2)),
-        (ShiftMode.ZEROS, jnp.float32, [of_small_groups, "matmul_stream"]),
+        *((ShiftMode.ZEROS, jnp.uint8, [resident] * 2), (ShiftMode.OFFSETS, jnp.bfloat16, [resident] * 2)),
+        (ShiftMode.ZEROS, jnp.float32, [resident] * 2),
         (ShiftMode.TABLE, jnp.float32, [resident] * 2),
     ):
         assert [kernel(2, group_size, mode=mode, shift=shift) for group_size in (64, 128)] == expected
@@ -127,16 +126,20 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
     assert kernel(4, 28672, 8192, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"  # in clusters of four alone
     # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations.
     assert kernel(4, 256, 1024, batch=140) == kernel(4, 131072, 1024) == "matmul_warpgroup"
-    # Scales of any type, in pieces of four bytes, but not with zeros and offsets that are no integers.
+    # Scales of any type, in pieces of four bytes, and up to eight tokens zeros and offsets.
     assert {kernel(m, 5120, 5120, g, scales=jnp.float32) for m in (3, 8, 16) for g in (None, 128)} == {
         "matmul_resident"
     }
     assert kernel(4, 5120, 5120, scales=jnp.float32, mode=ShiftMode.ZEROS, shift=jnp.uint8) == "matmul_resident"
     other = jnp.float16 if x == jnp.bfloat16 else jnp.bfloat16
     assert [kernel(4, 1088, n, None, scales=other) for n in (1001, 1002)] == ["matmul_stream", "matmul_resident"]
-    assert kernel(4, 5120, 5120, scales=jnp.float32, mode=ShiftMode.OFFSETS, shift=x) == "matmul_stream"
-    for mode in (ShiftMode.ZEROS, ShiftMode.OFFSETS):
-        assert kernel(4, 5120, 5120, mode=mode, shift=jnp.float32) == "matmul_stream"
+    for scales, shift in ((jnp.float32, x), (x, jnp.float32), (jnp.float32, jnp.float32), (other, other)):
+        for mode in (ShiftMode.ZEROS, ShiftMode.OFFSETS):
+            of_types = {"scales": scales, "mode": mode, "shift": shift}
+            assert {kernel(m, 5120, 5120, g, **of_types) for m in (3, 8) for g in (None, 32)} == {"matmul_resident"}
+            one = "matmul_decode" if scales == shift else "matmul_resident"  # decode takes one type of both
+            assert kernel(1, 5120, 5120, **of_types) == one
+            assert kernel(4, 2048, 4096, **of_types) == "matmul_resident" != kernel(4, 2048, 4080, **of_types)
     # A table, but where few weights or many inputs for their outputs make streaming faster.
     table = {"mode": ShiftMode.TABLE, "shift": jnp.float32}
     assert {kernel(m, 5120, 5120, g, **table) for m in (3, 8, 16) for g in (None, 128)} == {"matmul_resident"}

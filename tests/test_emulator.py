@@ -358,7 +358,7 @@ def test_resident_passes(emulated, rng, monkeypatch, bits, x_dtype, scales):
             continue
         config = _cuda_dispatch._resident_config(product)
         assert config
-        few = group_size == 128 or (scale_dtype == x_dtype != "float32")
+        few = _cuda_costs.resident_has_few_blocks(product.scheme, scales == "alike")
         found = config[2], few * _cuda_costs.resident_blocks(m, k, n, bits, config)
         if found not in wanted:
             continue

@@ -128,11 +128,11 @@ def test_kernels_on_cuda(monkeypatch):
         return jw.explain(STRUCT((*qt.shape[:-2], m, k), dtype), qt, platform="cuda", implementation="cuda").kernel
 
     assert [kernel(m) for m in (1, 2, 3, 16, 17)] == ["matmul_resident"] * 4 + ["matmul_warpgroup"]
-    assert [kernel(m, mode="offsets") for m in (1, 2, 3, 8, 9)] == [
-        *["matmul_decode"] * 2,
-        *["matmul_resident"] * 2,
-        "matmul_warpgroup",
-    ]
+    for mode in ("offsets", "float_zeros"):
+        assert [kernel(m, mode=mode) for m in (1, 2, 3, 8, 9)] == ["matmul_resident"] * 4 + ["matmul_warpgroup"]
+        assert [kernel(m, n=15344, mode=mode) for m in (1, 2)] == ["matmul_resident"] * 2
+        of_three = ["matmul_decode"] * 2 + ["matmul_resident"]
+        assert [kernel(m, n=15360, mode=mode) for m in (1, 2, 3)] == of_three
     assert {kernel(4, 8192, 8192, group_size=g) for g in (32, 64, 256)} == {"matmul_resident"}
     assert [kernel(9, k) for k in (12288, 14336)] == ["matmul_resident", "matmul_warpgroup"]
     for g in (32, 64, 128, None):
@@ -148,23 +148,14 @@ def test_kernels_on_cuda(monkeypatch):
     assert kernel(1, 8192, 30720, group_size=32) == kernel(2, 8192, 30720) == "matmul_resident"
     assert [kernel(1, k, 992) for k in (28032, 28160)] == ["matmul_resident", "matmul_decode"]
     assert kernel(1, 28160, 960) == kernel(1, 28160, 992, jnp.float32) == "matmul_resident"
-    # Float zeros and offsets: two tokens of many inputs for few outputs.
-    assert [kernel(2, 16384, n, mode="offsets") for n in (1584, 1600)] == ["matmul_resident", "matmul_decode"]
-    assert kernel(1, 16384, 1584, mode="offsets") == "matmul_decode"
     assert [kernel(1, k) for k in (43008, 43136)] == ["matmul_decode", "matmul_resident"]
     for bits in (4, 8):
         assert [kernel(2, bits=bits, lead=(batch,)) for batch in (15, 16)] == ["matmul_resident", "matmul_decode"]
     modes = "integer_zeros", "float_zeros", "offsets"
     for size in (32, 64, 128):
         assert {kernel(3, 4096, 4096, group_size=size, mode=mode) for mode in modes} == {"matmul_resident"}
-    offsets = {"mode": "offsets", "group_size": 128}
-    assert {kernel(1, group_size=g, mode="offsets") for g in (32, 64, 256, None)} == {"matmul_decode"}
-    # Where a warp has more than two blocks of weights, by inputs or by outputs.
-    for m in (1, 2):
-        assert [kernel(m, 4096, n, **offsets) for n in (4224, 4240)] == ["matmul_resident", "matmul_decode"]
-        assert [kernel(m, k, 4224, **offsets) for k in (4096, 4224)] == ["matmul_resident", "matmul_decode"]
-        assert [kernel(m, 8192, n, **offsets) for n in (2112, 2128)] == ["matmul_resident", "matmul_decode"]
-        assert [kernel(m, 4096, n, bits=8, **offsets) for n in (2112, 2128)] == ["matmul_resident", "matmul_decode"]
+    for mode in modes[1:]:
+        assert {kernel(1, group_size=g, mode=mode) for g in (32, 64, 256, None)} == {"matmul_resident"}
     # Few weights, inputs or outputs.
     assert [kernel(1, 1020, n, **odd) for n in (1024, 1032)] == ["matmul_stream", "matmul_decode"]
     assert [kernel(1, k, 8192, **odd) for k in (508, 516)] == ["matmul_stream", "matmul_decode"]
@@ -178,14 +169,15 @@ def test_kernels_on_cuda(monkeypatch):
     scheme = {"bits": 8, "mode": "offsets", "group_size": 128}
     assert {kernel(4, 4096, n, **scheme) for n in (4096, 4097)} == {"matmul_resident"}
     scheme["dtype"] = jnp.float16  # another type than that of scales and offsets
-    assert [kernel(4, 4096, n, **scheme) for n in (132 * 64, 132 * 64 + 8)] == ["matmul_stream", "matmul_warpgroup"]
+    assert [kernel(4, 4096, n, **scheme) for n in (4096, 4097)] == ["matmul_resident", "matmul_stream"]
+    assert [kernel(4, 4096, n, **scheme) for n in (132 * 64 - 1, 132 * 64 + 1)] == ["matmul_stream", "matmul_warpgroup"]
     assert kernel(16, n=8196) == "matmul_resident"
     assert kernel(12, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
     # Rows that are copied first, of scales or activations; not for few tokens of few weights.
     found = [kernel(4, 1056, n, bits=8, group_size=32) for n in (991, 999)]
     assert found == ["matmul_stream", "matmul_warpgroup"]
     odd = {m: kernel(m, 2048, 32001, mode="offsets") for m in (1, 9, 16, 100, 200)}
-    assert list(odd.values()) == ["matmul_decode", *["matmul_warpgroup"] * 3, "matmul_tiled"]
+    assert list(odd.values()) == ["matmul_resident", *["matmul_warpgroup"] * 3, "matmul_tiled"]
     odd = [kernel(m, 777, 10003, group_size=None) for m in (2, 9, 17, 200)]
     assert odd == ["matmul_decode", "matmul_resident", "matmul_warpgroup", "matmul_tiled"]
     odd = [kernel(m, 768, 50257, dtype=jnp.float32) for m in (1, 8, 17)]

@@ -110,21 +110,19 @@ Resident as_resident(const MatmulArgs& args, const Device& device) {
   return best;
 }
 
-// Where matmul_resident takes a product too, which is faster but for one token of very many inputs or weights, and for
-// float zeros and offsets where a warp has more than a few weights.
-bool decode_is_slower(const MatmulArgs& args, const Device& device, const Resident& resident) {
+// Where matmul_resident takes a product too, which is faster but for one token of very many inputs or weights, and two
+// with float zeros and offsets.
+bool decode_is_slower(const MatmulArgs& args, const Resident& resident) {
   const int64_t outputs = args.batch * args.n, weights = outputs * args.k * args.bits / 8;
   const bool floats = has_float_shift(args);
   if (!floats && args.batch >= costs::kDecodeEntries) return false;
-  if (resident.us == 0.f) return false;
-  // For few outputs two tokens of many inputs take long to prepare.
-  const bool few = 4 * ceil_div(outputs, kAtomN) <= 3 * device.multiprocessors;
-  if (floats) return resident::blocks_of(args, resident.config) > 0 || (args.m > 1 && few);
-  if (args.m > 1 || decode::stage_groups(args) == 4) return true;
+  if (resident.us == 0.f || (args.m == 1 && resident::mixes_shifts(args))) return false;
+  if (!floats && (args.m > 1 || decode::stage_groups(args) == 4)) return true;
   // Of very many inputs matmul_resident needs clusters of four, which not all multiprocessors have room for. float32
   // ones take matmul_decode longer to prepare.
   const bool spread = args.x_dtype != DType::kF32 && args.k >= costs::kDecodeSpread;
-  return weights < (spread ? costs::kDecodeRivalled : costs::kDecodeHeavy);
+  const int64_t most = spread ? costs::kDecodeRivalled : costs::kDecodeHeavy;
+  return weights < (floats ? most / 2 : most);
 }
 
 // Of few bytes of weights preparing the activations takes longer than their cheaper products save.
@@ -134,7 +132,7 @@ bool decodes(const MatmulArgs& args, const Device& device, const Resident& resid
   if (outputs * args.k * args.bits / 8 < costs::kDecodeWeights || args.k < costs::kDecodeInputs) return false;
   if (ceil_div(args.k, 128) > costs::kDecodeStages) return false;
   if (decode::stage_groups(args) == 1 && args.bits == 8 && costs::kDecodeRatio * outputs <= args.k) return false;
-  if (decode_is_slower(args, device, resident)) return false;
+  if (decode_is_slower(args, resident)) return false;
   // Each CTA has outputs of one entry of the batch: these must leave few multiprocessors without, and a lone entry not
   // more than half of them.
   const int64_t share = device.multiprocessors / args.batch, wanted = device.multiprocessors * 9 / 10;

@@ -14,12 +14,14 @@ constexpr int64_t kMostInputs = 1 << 20;  // whose activations would fit no clus
 
 // Whether activations are of 16 bits, and what multiplies and shifts is of their type.
 bool is_alike(const MatmulArgs& args) {
-  return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype && args.shift_mode != ShiftMode::kTable;
+  return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype && args.shift_mode != ShiftMode::kTable &&
+         (!has_float_shift(args) || args.shift_dtype == args.x_dtype);
 }
 
 // Whether there are kernels of few blocks.
 bool has_few_blocks(const MatmulArgs& args) {
-  return args.m <= 8 && args.shift_mode != ShiftMode::kTable && (is_alike(args) || !has_small_groups(args));
+  return args.m <= 8 && args.shift_mode != ShiftMode::kTable &&
+         (is_alike(args) || !(has_small_groups(args) || has_float_shift(args)));
 }
 
 }  // namespace
@@ -51,10 +53,16 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.sums_at = x_at + (layout.pieces << layout.log2_piece) * stage_bytes;
   if (split) layout.sums_at += (columns - rows) * kRowBytes;
   layout.strips_at = layout.sums_at;
-  if (has_float_shift(args)) layout.strips_at += layout.stages_each * kSumBytes;
+  if (has_float_shift(args)) {
+    const int stage_rows = has_small_groups(args) ? 4 >> log2_group_blocks(args) : 1;
+    layout.shifts_at = layout.sums_at + sum_rows(layout.stages_each, stage_rows) * (kSumPieces * kSumRowBytes);
+    layout.strips_at = layout.shifts_at + kShiftBytes;
+  }
   if (split) layout.strips_at += layout.stages_each * columns / 2 * static_cast<int>(sizeof(float));
   // A pass has a strip for each warp of a team, shared out among the cluster.
-  const int pass_bytes = std::max(config.pass_atoms, config.cluster) * (kWarps / config.pass_atoms) * strip_bytes;
+  const int shift_teams = has_float_shift(args) ? kShiftWarps / std::max(config.pass_atoms / 2, 1) : 0;
+  const int teams = kWarps / config.pass_atoms + shift_teams;
+  const int pass_bytes = std::max(config.pass_atoms, config.cluster) * teams * strip_bytes;
   const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), config.pass_atoms));
   layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
   layout.bytes = layout.strips_at + layout.passes * pass_bytes;
@@ -73,8 +81,10 @@ bool supports(const MatmulArgs& args) {
   const int tokens = split || has_float_shift(args) ? 8 : kMaxTokens;
   if (args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
   if (args.k > kMostInputs) return false;
-  if (!split && args.scale_dtype == args.x_dtype) return !has_float_shift(args) || args.shift_dtype == args.x_dtype;
-  return !has_float_shift(args) && args.n * element_size(args.scale_dtype) % 4 == 0;
+  if (is_alike(args)) return true;
+  const bool table = args.shift_mode == ShiftMode::kTable;
+  if (table && !split && args.scale_dtype == args.x_dtype) return true;
+  return !(split && has_float_shift(args)) && args.n * element_size(args.scale_dtype) % 4 == 0;
 }
 
 bool has_passes(const MatmulArgs& args, const Config& config) {
@@ -83,8 +93,11 @@ bool has_passes(const MatmulArgs& args, const Config& config) {
   return args.x_dtype != DType::kF32 && (few || (config.pass_atoms == 2 && is_alike(args)));
 }
 
+bool mixes_shifts(const MatmulArgs& args) { return has_float_shift(args) && !is_alike(args); }
+
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
   const bool split = args.x_dtype == DType::kF32;
+  if (mixes_shifts(args) && args.batch * args.n * args.k * args.bits / 8 < costs::kDecodeMixed) return 0.f;
   const Costs& costs = args.bits == 8 ? (split ? costs::kEightBitSplitResident : costs::kEightBitResident)
                                       : (split ? costs::kSplitResident : costs::kResident);
   const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);

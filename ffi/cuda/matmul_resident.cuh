@@ -11,9 +11,10 @@
 // groups of 32 each lane of four loads the scale of one, and gives it to the others. Codes that index a table are
 // looked up in pairs, in shared memory (pair_table.cuh).
 //
-// Float zeros and offsets are a product of their own at the end of a strip, with the sums of the activations of a stage
-// or of 32 inputs, which are made when the first strip has been multiplied: of tf32 numbers, two of which are a sum and
-// two what multiplies it, exactly but for the last bits. Teams take eights of these sums in turns.
+// Float zeros and offsets are a product of their own, with the sums of the activations of a stage or group: of bf16
+// numbers, three of which are a sum and up to three what multiplies it, exactly but for the last bits. Four more warps
+// make the sums as activations come, and then the product for each strip, as teams more that take sixteens of sums in
+// turns: nothing of it is in the loop over the weights, whose loads it would wait for.
 //
 // float32 activations, up to eight tokens, are two fp16 numbers each, in units of the power of two of the largest one
 // of a token and stage, and so two columns of the same products. The tensor copy engine brings them as they are; four
@@ -54,15 +55,14 @@ using warpgroup::look_up_half;
 
 constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
 constexpr int kCopiedAt = 256;    // and those of pieces of float32 activations before they are split
-constexpr int kSummedAt = 640;    // that of the sums of activations
 constexpr int kUndoAt = 768;      // behind them what undoes a table's power of two
 static_assert(kTableBytes == kTablePairs * kWideRowBytes);
-constexpr int kThreads = kWarps * 32;        // that multiply
-constexpr int kSplitWarps = 4;               // that split float32 activations, each for the stages of one team
-constexpr int kSplitRows = 4;                // tokens of a stage at once
-constexpr int kUnscalePower = 13;            // Convert::kUnscale is this power of two
-constexpr int kChunks = kStageInputs / 64;   // of a token's activations of a stage, as the tensor copy engine has them
-constexpr uint32_t kTf32Bits = 0xffffe000u;  // of a float32
+constexpr int kThreads = kWarps * 32;       // that multiply
+constexpr int kSplitWarps = 4;              // that split float32 activations, each for the stages of one team
+constexpr int kSumsBarrier = 1;             // of the warps that add activations up
+constexpr int kSplitRows = 4;               // tokens of a stage at once
+constexpr int kUnscalePower = 13;           // Convert::kUnscale is this power of two
+constexpr int kChunks = kStageInputs / 64;  // of a token's activations of a stage, as the tensor copy engine has them
 constexpr int kStageBlocks = kStageInputs / 32;
 constexpr int kNoGroups = 30;  // log2 of a group of all inputs, in blocks of 32
 
@@ -88,8 +88,8 @@ struct Params {
   MatmulArgs args;
 };
 
-// kGroups: scales of a stage, at least as many as it has groups. kAnyScales: these are of any type, not of 16-bit
-// activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
+// kGroups: scales of a stage, at least as many as it has groups. kAnyScales: these, and float zeros and offsets, are of
+// any type, not of 16-bit activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
 template <typename Input, int kBits_, int kPass, int kBlocks_, int kColumns_, int kGroups_, ShiftKind kShift_,
           bool kAnyScales_>
 struct Shape {
@@ -108,17 +108,24 @@ struct Shape {
   static constexpr int kTokens = kSplit ? 8 : kColumns;
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
   static constexpr bool kSums = kShift == ShiftKind::kFloats, kTable = kShift == ShiftKind::kTable;
-  static constexpr int kSumRows = kGroups;  // sums of a stage for each token
-  // Eights of those that a warp multiplies at once; of few blocks all that it ever does.
-  static constexpr int kShiftSlots = kBlocks == 0 ? 1 : std::max(kBlocks * kAhead * kSumRows / 8, 1);
+  static constexpr int kPassPairs = std::max(kPass / 2, 1);  // of strips
+  static constexpr int kMoreTeams = kSums ? kShiftWarps / kPassPairs : 0, kAllTeams = kTeams + kMoreTeams;
   static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
   // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
   // 8 what asks for pieces later takes as long as it saves.
   static constexpr bool kLater = kColumns >= 16;
   static constexpr int kFirstPieces = 2;
-  static_assert(!kSums || (kTokens == 8 && !kAnyScales));
+  static_assert(!kSums || (kTokens == 8 && !kSplit));
   static_assert(!kSplit || (kAnyScales && kTeams == kSplitWarps));
-  static constexpr int kAllThreads = kThreads + (kSplit ? kSplitWarps * 32 : 0);
+  static constexpr int kMoreWarps = kSplit ? kSplitWarps : kSums ? kShiftWarps : 0;
+  static constexpr int kSlotRows = kMoreTeams * 16;  // from those of a team to its next
+  // Items of shifts on their way to a warp, each of kShiftRows of shifts and scales of two strips.
+  static constexpr int kItemBytes = kShiftRows * 2 * kAtomN * 2 * (kAnyScales ? 4 : 2);
+  static constexpr int kSlots = kShiftBytes / kShiftWarps / kItemBytes;
+  // Of registers all have as many when they begin; those that add shifts leave some to the others.
+  static constexpr bool kMovesRegisters = kSums && kBlocks == 0;
+  static constexpr int kMainRegisters = 104, kShiftRegisters = 64;
+  static constexpr int kAllThreads = kThreads + kMoreWarps * 32;
   // Warps that multiply split the first piece, for which they have yet to wait; of up to four tokens they would ask for
   // their next weights too late.
   static constexpr bool kAllSplit = kSplit && kColumns == 16;
@@ -167,39 +174,334 @@ __device__ __forceinline__ void split_rows(uint8_t* x, float* factors, const Div
   }
 }
 
-// Sums of a stage's activations by a warp, 2^-13 of those of all its inputs or of each block of 32: a row of all tokens
-// each in tf32, and `rest` bytes behind it what these numbers lack to float32.
+// What a bf16 number has of each of two, which keep the rest.
+__device__ __forceinline__ uint32_t take_bf16(float* low, float* high) {
+  const uint32_t both = from_float2<__nv_bfloat16>(*low, *high);
+  const float2 taken = to_floats<__nv_bfloat16>(both);
+  *low -= taken.x;
+  *high -= taken.y;
+  return both;
+}
+
+// Sums of a stage's activations by a warp, 2^-13 of those of all its inputs or of each 32 << `log2_row_blocks`: rows of
+// eight tokens, kSumPieces times, `piece_bytes` apart: what a bf16 number has of a sum, and others of what is left.
 template <typename S>
 __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row, int tokens, int lane, uint8_t* to,
-                                                int rest) {
+                                                int piece_bytes, int log2_row_blocks) {
   using X = typename S::X;
   const X one = from_float<X>(1.f);
   const uint32_t pair = pack_pair(one, one);
   const uint32_t ones[4] = {pair, pair, pair, pair};
   const int g = lane / 4, t = lane % 4;
-  float mine[2] = {};  // of tokens 2t and 2t + 1, of all blocks or block g % 4
+  // Lane 4g + t has row g of tokens 2t and 2t + 1, where there is one.
+  const int rows = kStageBlocks >> log2_row_blocks, row = g & (rows - 1);
+  float mine[2] = {};
 #pragma unroll
   for (int block = 0; block < kStageBlocks; ++block) {
     const int unit = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
-    const int row = first_row + block / 2 * tokens + lane % 8;
+    const int of_block = first_row + block / 2 * tokens + lane % 8;
     uint32_t inputs[4];
     float sum[4] = {};
-    ptx::load_matrices(inputs, ptx::shared_address(x + row * 128 + (unit ^ row % 8) * 16));
+    ptx::load_matrices(inputs, ptx::shared_address(x + of_block * 128 + (unit ^ of_block % 8) * 16));
     ptx::mma<Convert<X>::kBf16>(sum, ones, inputs[0], inputs[1]);
     ptx::mma<Convert<X>::kBf16>(sum, ones, inputs[2], inputs[3]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (S::kSumRows == 1) mine[i] += sum[i];
-      if (S::kSumRows > 1) mine[i] = g % 4 == block ? sum[i] : mine[i];
+      if (S::kGroups == 1 || block >> log2_row_blocks == row) mine[i] += sum[i] * 0x1p-13f;
     }
   }
-  const int row = S::kSumRows > 1 ? g % 4 : 0, piece = S::kSumRows > 1 ? g / 4 : g;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float all = mine[i] * 0x1p-13f;
-    const float first = ptx::to_tf32(all), second = ptx::to_tf32(all - first);
-    float* const at = reinterpret_cast<float*>(to + piece * rest) + row * S::kTokens + 2 * t + i;
-    if (piece < 2) *at = piece == 0 ? first : second;
+  for (int piece = 0; piece < kSumPieces; ++piece) {
+    const uint32_t both = take_bf16(&mine[0], &mine[1]);
+    if (g < rows) *reinterpret_cast<uint32_t*>(to + piece * piece_bytes + (row * 8 + 2 * t) * 2) = both;
+  }
+}
+
+// What multiplies sums, of 16 outputs and rows, as bf16 numbers whose sum it is: float zeros or offsets of the
+// activations' type, and scales of those, in the order of an operand of a product.
+template <typename X>
+__device__ __forceinline__ void split_shifts(const uint32_t (&shifts)[4], const uint32_t (&scales)[4], bool of_scales,
+                                             uint32_t (&numbers)[3][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (Convert<X>::kBf16) {
+      constexpr uint32_t kSigns = 0x80008000u;
+      numbers[0][i] = of_scales ? ptx::fma_bf16x2(shifts[i], scales[i] ^ kSigns, kSigns) : shifts[i];
+      numbers[1][i] = of_scales ? ptx::fma_bf16x2(shifts[i], scales[i] ^ kSigns, numbers[0][i] ^ kSigns) : 0;
+      numbers[2][i] = 0;
+    } else {
+      float2 both = to_floats<X>(shifts[i]);
+      const float2 scale = to_floats<X>(scales[i]);
+      if (of_scales) both = {both.x * -scale.x, both.y * -scale.y};
+#pragma unroll
+      for (auto& of_piece : numbers) of_piece[i] = take_bf16(&both.x, &both.y);
+    }
+  }
+}
+
+// Products of `kNumbers` of such and sums of 16 rows of eight tokens, added to `acc`: the least first, and in sums of
+// their own, as tensor cores round down.
+template <int kNumbers>
+__device__ __forceinline__ void multiply_sums(float (&acc)[4], const uint32_t (&numbers)[3][4],
+                                              const uint32_t (&sums)[2 * kSumPieces]) {
+  float part[4] = {};
+#pragma unroll
+  for (int order = 2; order >= 0; --order) {
+#pragma unroll
+    for (int number = 0; number <= std::min(order, kNumbers - 1); ++number) {
+      const int of_sum = order - number;
+      ptx::mma_bf16(part, numbers[number], sums[2 * of_sum], sums[2 * of_sum + 1]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) acc[i] += part[i];
+}
+
+// Where sums of strips are: of a round of passes, of all teams of the cluster's CTAs, whose strips the CTAs finish in
+// turn.
+struct Strips {
+  uint8_t* at;
+  uint64_t* received;  // counts what comes from the cluster
+  int log2_cluster, rank;
+  int each;  // that a CTA finishes
+
+  __device__ __forceinline__ int finisher(int of_round) const { return of_round & ((1 << log2_cluster) - 1); }
+  // Bytes from `at` to those of a strip of the round by a team of this CTA, in the CTA that finishes it.
+  template <typename S>
+  __device__ __forceinline__ int of_team(int team, int of_round) const {
+    return ((rank * S::kAllTeams + team) * each + (of_round >> log2_cluster)) * S::kStripBytes;
+  }
+};
+
+// A warp's sums of strip `of_round` go to the CTA that finishes it, which a barrier there counts: for these of eight
+// tokens lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1, of float32 activations t and t + 4.
+template <typename S>
+__device__ __forceinline__ void send_sums(const Strips& strips, int team, int of_round, int lane, const float* acc,
+                                          float unscale, bool wanted) {
+  uint8_t* const strip = strips.at + strips.of_team<S>(team, of_round);
+#pragma unroll
+  for (int block = 0; block < S::kTokens / 8; ++block) {
+    const float* const of_block = acc + 4 * block;
+    const float4 sums_of = {of_block[0] * unscale, of_block[1] * unscale, of_block[2] * unscale, of_block[3] * unscale};
+    uint8_t* const to = strip + (block * 32 + lane) * 16;
+    if (!wanted) continue;
+    if (strips.log2_cluster > 0) {
+      ptx::store_async_at_rank(to, sums_of, strips.received, strips.finisher(of_round));
+    } else {
+      *reinterpret_cast<float4*>(to) = sums_of;
+    }
+  }
+}
+
+// All threads of the cluster.
+__device__ __forceinline__ void meet(int log2_cluster) {
+  if (log2_cluster > 0) {
+    ptx::cluster_meet();
+  } else {
+    __syncthreads();
+  }
+}
+
+// What float zeros or offsets add, by warps of their own, which meet the others wherever those meet.
+template <typename S>
+__device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared, const Strips& strips, int64_t batch,
+                                           int first_stage, int cta_tiles, int first_atom, int atoms, int round_atoms) {
+  using X = typename S::X;
+  constexpr int kPassAtoms = S::kPassAtoms, kStrips = std::min(kPassAtoms, 2);  // of a warp in a pass
+  const MatmulArgs& args = params.args;
+  const Layout& layout = params.layout;
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  const int team = warp / S::kPassPairs, first_row = team * 16, first_strip = warp % S::kPassPairs * 2;
+  const int stages = (cta_tiles + S::kTiles - 1) / S::kTiles;
+  const int log2_row_blocks = S::kGroups == 1 ? 2 : params.log2_group_blocks;  // of a row of sums
+  const int stage_rows = kStageBlocks >> log2_row_blocks, rows = stages * stage_rows;
+  const int shift_bytes = S::kAnyScales ? element_size(args.shift_dtype) : 2;
+  const int scale_bytes = S::kAnyScales ? params.scale_bytes : 2;
+  const uint8_t* const shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * shift_bytes;
+  const uint8_t* const scales = params.scales + batch * args.scales_batch_stride * scale_bytes;
+  // Items in the order of their use: rows of shifts of two strips in shared memory, and of scales, whose pieces of 16
+  // bytes are swizzled so that lanes read different banks.
+  uint8_t* const items = shared + layout.shifts_at + warp * (S::kSlots * S::kItemBytes);
+  int fetch_row = first_row, fetch_strip = first_strip;
+  const auto fetch_kind = [&](const uint8_t* from, int bytes, uint8_t* item) {
+    const int log2_units = bytes == 4 ? 3 : 2, log2_of_unit = bytes == 4 ? 2 : 3;  // in a row, outputs of one
+    const bool aligned = params.outputs % (1 << log2_of_unit) == 0;
+    const int first = (first_atom + fetch_strip) * kAtomN;
+    const int end = min(params.outputs, (first_atom + min(atoms, fetch_strip + kStrips)) * kAtomN);
+#pragma unroll(S::kAnyScales ? 1 : 2)
+    for (int i = lane; i < kShiftRows << log2_units; i += 32) {
+      const int of_item = i >> log2_units, unit = i & ((1 << log2_units) - 1), row = fetch_row + of_item;
+      const int block = first_stage * kStageBlocks + (row << log2_row_blocks), n = first + (unit << log2_of_unit);
+      const int64_t at = static_cast<int64_t>(block >> params.log2_group_blocks) * params.outputs + n;
+      uint8_t* const to = item + of_item * (2 * kAtomN * bytes) + (unit ^ of_item / 2 % 4 << log2_units - 2) * 16;
+      if (n >= end || row >= rows || block >= params.blocks) {
+        *reinterpret_cast<uint4*>(to) = {};
+      } else if (aligned) {
+        ptx::cp_async_16(to, from + at * bytes);
+      } else if (bytes == 4) {
+        uint32_t numbers[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) numbers[j] = n + j < end ? reinterpret_cast<const uint32_t*>(from)[at + j] : 0;
+        *reinterpret_cast<uint4*>(to) = {numbers[0], numbers[1], numbers[2], numbers[3]};
+      } else {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint16_t* const pair = reinterpret_cast<const uint16_t*>(from) + at + 2 * j;
+          pairs[j] = n + 2 * j < end ? pair[0] : 0;
+          pairs[j] |= (n + 2 * j + 1 < end ? pair[1] : 0) << 16;
+        }
+        *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
+    }
+  };
+  const auto fetch = [&](int slot) {
+    if (fetch_row < rows && fetch_strip < atoms) {
+      uint8_t* const item = items + slot * S::kItemBytes;
+      fetch_kind(shifts, shift_bytes, item);
+      if (params.of_scales) fetch_kind(scales, scale_bytes, item + S::kItemBytes / 2);
+    }
+    ptx::cp_async_commit();
+    fetch_row += S::kSlotRows;
+    if (fetch_row >= rows) {  // on to the next pass
+      fetch_row = first_row;
+      fetch_strip += kPassAtoms;
+    }
+  };
+#pragma unroll 1
+  for (int slot = 0; slot < S::kSlots; ++slot) {
+    fetch(slot);
+    // What few blocks have is all that they wait for; others are not to wait for more.
+    if (slot != (S::kBlocks > 0 ? S::kSlots - 1 : 0)) continue;
+    __syncthreads();
+    if (strips.log2_cluster > 0) ptx::cluster_arrive();
+  }
+  if (S::kBlocks == 0) {  // what comes later is in the L2 then
+    const int first = first_stage * kStageBlocks >> params.log2_group_blocks;
+    const int end_block = min((first_stage + stages) * kStageBlocks, params.blocks);
+    const int groups = ((end_block - 1) >> params.log2_group_blocks) - first + 1, of_line = 128 / shift_bytes;
+    const int lines = (atoms * kAtomN + of_line - 1) / of_line;
+    for (int i = threadIdx.x; i < groups * lines; i += kShiftWarps * 32) {
+      const int n = min(first_atom * kAtomN + i % lines * of_line, params.outputs - 1);
+      ptx::prefetch_line(shifts + (static_cast<int64_t>(first + i / lines) * params.outputs + n) * shift_bytes);
+    }
+  }
+
+  uint8_t* const sums = shared + layout.sums_at;
+  const int piece_bytes = sum_rows(layout.stages_each, stage_rows) * kSumRowBytes;
+  for (int i = rows * kSumRowBytes + static_cast<int>(threadIdx.x) * 16; i < piece_bytes; i += kShiftWarps * 32 * 16) {
+#pragma unroll
+    for (int piece = 0; piece < kSumPieces; ++piece) *reinterpret_cast<uint4*>(sums + piece * piece_bytes + i) = {};
+  }
+  // Of few blocks all activations come at about the same time: nothing then stands between the sums.
+  const auto wait_for = [&](int piece) { ptx::barrier_wait(reinterpret_cast<uint64_t*>(shared) + piece, 0); };
+  if (S::kBlocks > 0) {
+    for (int piece = 0; piece << layout.log2_piece < stages; ++piece) wait_for(piece);
+  }
+#pragma unroll(S::kBlocks > 0 ? 2 : 1)
+  for (int stage = warp; stage < stages; stage += kShiftWarps) {
+    if (S::kBlocks == 0) wait_for(stage >> layout.log2_piece);
+    add_activations<S>(shared + activations_at(S::kTable), stage * kChunks * static_cast<int>(args.m),
+                       static_cast<int>(args.m), lane, sums + stage * stage_rows * kSumRowBytes, piece_bytes,
+                       log2_row_blocks);
+  }
+  ptx::named_sync<kSumsBarrier, kShiftWarps * 32>();
+  if (strips.log2_cluster > 0) ptx::cluster_wait();
+
+  // Where this lane's rows for ldmatrix are: of sums, two numbers of them, and of an item.
+  const uint32_t lane_sums = ptx::shared_address(sums) + lane % 16 * kSumRowBytes;
+  const int of_lane = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
+  const uint32_t lane_item = ptx::shared_address(items) + of_lane * 64;
+  // Of any types: number `row` of rows 2t, 2t + 1, 2t + 8 and 2t + 9, and of outputs g or g + 8 of a strip.
+  [[maybe_unused]] const auto number = [&](const uint8_t* item, DType type, int bytes, int row, int eight) {
+    const int t = lane % 4, n = eight * 8 + lane / 4;
+    const int unit = (n * bytes >> 4) ^ t << (bytes == 4 ? 1 : 0);
+    const uint8_t* const at =
+        item + (2 * t + row % 2 + row / 2 * 8) * (2 * kAtomN * bytes) + unit * 16 + (n * bytes & 15);
+    if (bytes == 4) return *reinterpret_cast<const float*>(at);
+    const uint32_t bits = *reinterpret_cast<const uint16_t*>(at);
+    return type == DType::kF16 ? to_floats<__half>(bits).x : to_floats<__nv_bfloat16>(bits).x;
+  };
+  int slot = 0;
+#pragma unroll 1
+  for (int round_atom = 0;;) {
+    const int end_atom = min(round_atom + round_atoms, atoms);
+#pragma unroll 1
+    for (int pass_atom = round_atom; pass_atom < (S::kBlocks > 0 ? 1 : end_atom); pass_atom += kPassAtoms) {
+      const int strip = pass_atom + first_strip;
+      float acc[kStrips][4] = {};
+#pragma unroll 1
+      for (int row = first_row; row < rows && strip < atoms; row += S::kSlotRows, slot = (slot + 1) % S::kSlots) {
+        uint32_t of_sums[4], of_rest[4];
+        const uint32_t of_row = lane_sums + row * kSumRowBytes;
+        ptx::load_matrices_transposed(of_sums, of_row + lane / 16 * piece_bytes);
+        ptx::load_matrices_transposed(of_rest, of_row + 2 * piece_bytes);
+        const uint32_t pieces[2 * kSumPieces] = {of_sums[0], of_sums[1], of_sums[2],
+                                                 of_sums[3], of_rest[0], of_rest[1]};
+        ptx::cp_async_wait<S::kSlots - 1>();
+        __syncwarp();
+        if constexpr (S::kAnyScales) {
+          const uint8_t* const item = items + slot * S::kItemBytes;
+#pragma unroll 1
+          for (int i = 0; i < kStrips; ++i) {
+            uint32_t numbers[3][4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              float products[2];
+#pragma unroll
+              for (int k = 0; k < 2; ++k) {
+                const int of_pair = j / 2 * 2 + k, eight = 2 * i + j % 2;
+                products[k] = number(item, args.shift_dtype, shift_bytes, of_pair, eight);
+                if (params.of_scales) {
+                  products[k] *= -number(item + S::kItemBytes / 2, args.scale_dtype, scale_bytes, of_pair, eight);
+                }
+              }
+#pragma unroll
+              for (auto& of_piece : numbers) of_piece[j] = take_bf16(&products[0], &products[1]);
+            }
+#pragma unroll
+            for (int strip_of = 0; strip_of < kStrips; ++strip_of) {
+              if (strip_of == i) multiply_sums<3>(acc[strip_of], numbers, pieces);
+            }
+          }
+          __syncwarp();  // all have read
+          fetch(slot);
+        } else {
+          uint32_t of_shift[kStrips][4], of_scale[kStrips][4] = {};
+#pragma unroll
+          for (int i = 0; i < kStrips; ++i) {
+            const uint32_t from = lane_item + slot * S::kItemBytes + (i * 2 + half ^ of_lane / 2 % 4) * 16;
+            ptx::load_matrices_transposed(of_shift[i], from);
+            if (params.of_scales) ptx::load_matrices_transposed(of_scale[i], from + S::kItemBytes / 2);
+          }
+          __syncwarp();  // all have read
+          fetch(slot);
+#pragma unroll
+          for (int i = 0; i < kStrips; ++i) {
+            uint32_t numbers[3][4];
+            split_shifts<X>(of_shift[i], of_scale[i], params.of_scales, numbers);
+            if (!Convert<X>::kBf16) {
+              multiply_sums<3>(acc[i], numbers, pieces);
+            } else if (params.of_scales) {
+              multiply_sums<2>(acc[i], numbers, pieces);
+            } else {
+              multiply_sums<1>(acc[i], numbers, pieces);
+            }
+          }
+        }
+      }
+      if (layout.over_activations) meet(strips.log2_cluster);
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+        send_sums<S>(strips, S::kTeams + team, strip + i - round_atom, lane, acc[i], Convert<X>::kUnscale,
+                     strip + i < atoms);
+      }
+    }
+    if (strips.log2_cluster == 0) __syncthreads();  // they can be added up
+    round_atom = end_atom;
+    if (S::kBlocks > 0 || end_atom >= atoms) break;
+    meet(strips.log2_cluster);  // and have been
   }
 }
 
@@ -222,7 +524,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
-  // Warps that split activations come first, as the schedulers prefer those; in these numbers after the others.
+  // Warps that do not multiply weights come first, as the schedulers prefer those; in these numbers after the others.
   const unsigned thread = threadIdx.x - (S::kAllThreads - kThreads);
   const int warp = thread / 32;
   const int team = __shfl_sync(0xffffffffu, warp / kPassAtoms, 0);
@@ -251,6 +553,16 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     const int next = piece + S::kFirstPieces;
     if (S::kLater && next < pieces && ptx::elect_one()) copy_piece(next);
   };
+  if constexpr (S::kSums) {
+    if (team >= kTeams) {
+      if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kShiftRegisters>();
+      const int round_atoms = S::kBlocks > 0 ? atoms : min(atoms, layout.passes * kPassAtoms);
+      const int each = (round_atoms + cluster - 1) >> params.log2_cluster;
+      const Strips strips{shared + layout.strips_at, received, params.log2_cluster, rank, each};
+      add_shifts<S>(params, shared, strips, batch, first_stage, cta_tiles, first_atom, atoms, round_atoms);
+      return;
+    }
+  }
   // Of float32 activations a warp for each team splits all pieces, or all but the first.
   float* const factors = reinterpret_cast<float*>(shared + layout.sums_at);
   const int piece_rows = (tokens << layout.log2_piece) / kTeams;  // of a team, as split_rows counts them
@@ -308,6 +620,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   // The first words before all else, and not as loads that the compiler may put behind the barrier after them. The
   // branch behind them keeps what asking for scales takes from being put before them.
   fetch_words_of(std::true_type{}, 0, fetch_tiles);
+  if constexpr (S::kMovesRegisters) ptx::raise_registers<S::kMainRegisters>();
 
   // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
   // there is room for sums.
@@ -321,11 +634,10 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         ptx::barrier_init(arrived + i, (S::kAllSplit && i == 0 ? kThreads / 32 : kSplitWarps) * ptx::kArrivals);
     }
     ptx::barrier_init(received, 1);
-    if (S::kSums) ptx::barrier_init(reinterpret_cast<uint64_t*>(shared + kSummedAt), kThreads / 32 * ptx::kArrivals);
     ptx::barrier_init_fence();
 #pragma unroll 1
     for (int i = 0; i < (S::kLater ? min(pieces, S::kFirstPieces) : pieces); ++i) copy_piece(i);
-    ptx::barrier_expect(received, cluster * mine_of(round_atoms) * (kTeams * S::kStripBytes));
+    ptx::barrier_expect(received, cluster * mine_of(round_atoms) * (S::kAllTeams * S::kStripBytes));
   }
 
   const int first_group =
@@ -388,42 +700,6 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   float* const undo_table = reinterpret_cast<float*>(shared + kUndoAt);
   if constexpr (S::kTable) fill_table<X, S::kPieces>(args, batch, shared + kBarrierBytes, undo_table, thread);
 
-  // Float zeros and offsets, and their scales, of rows t and t + 4 of eight sums and outputs g and g + 8 of a strip.
-  uint32_t of_shift[S::kShiftSlots][4], of_scale[S::kShiftSlots][4];
-  const int sum_rows = cta_stages() * S::kSumRows;
-  const uint8_t *shifts = nullptr, *shift_scales = nullptr;
-  const auto fetch_shift = [&](auto first, int slot, int first_row, int strip) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = first_row + t + i / 2 * 4, n = (first_atom + strip) * kAtomN + g + i % 2 * 8;
-      const int block = first_stage * kStageBlocks + row * (kStageBlocks / S::kSumRows);
-      const bool wanted = strip < atoms && n < params.outputs && row < sum_rows && block < params.blocks;
-      const int64_t at = (static_cast<int64_t>(block >> params.log2_group_blocks) * params.outputs + n) * 2;
-      of_shift[slot][i] = of_scale[slot][i] = 0;
-      ptx::load_part<2, !first.value>(of_shift[slot][i], shifts + at, wanted);
-      ptx::load_part<2, !first.value>(of_scale[slot][i], shift_scales + at, wanted && params.of_scales);
-    }
-  };
-  if constexpr (S::kSums) {
-    shifts = static_cast<const uint8_t*>(args.shift) + batch * args.shift_batch_stride * 2;
-    shift_scales = params.scales + batch * args.scales_batch_stride * 2;
-    if constexpr (S::kBlocks > 0) {
-#pragma unroll
-      for (int slot = 0; slot < S::kShiftSlots; ++slot) {
-        fetch_shift(std::true_type{}, slot, (team + slot * kTeams) * 8, warp % kPassAtoms);
-      }
-    } else {
-      const int first = first_stage * kStageBlocks >> params.log2_group_blocks;
-      const int end_block = min((first_stage + layout.stages_each) * kStageBlocks, params.blocks);
-      const int last = (end_block - 1) >> params.log2_group_blocks;
-      for (int group = first + warp; group <= last; group += kThreads / 32) {
-        for (int line = lane; line * 64 < atoms * kAtomN; line += 32) {
-          const int n = min(first_atom * kAtomN + line * 64, params.outputs - 1);
-          ptx::prefetch_line(shifts + (static_cast<int64_t>(group) * params.outputs + n) * 2);
-        }
-      }
-    }
-  }
   if (params.changes_sums && warp != 0) {  // and not before the barriers, for which all wait
     prefetch_bias(args, batch, first_atom * kAtomN, atoms * kAtomN, static_cast<int>(thread) - 32);
   }
@@ -441,10 +717,6 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     __syncwarp();
     if (ptx::arrives(lane)) ptx::barrier_arrive(arrived);
   }
-  uint8_t* const sums = shared + layout.sums_at;
-  uint64_t* const summed = reinterpret_cast<uint64_t*>(shared + kSummedAt);
-  const int sum_row_bytes = kTokens * static_cast<int>(sizeof(float));
-  const int sum_rest = layout.stages_each * S::kSumRows * sum_row_bytes;
   const int tiles = cta_tiles - team * kTiles;
   // Where this lane's rows of activations for ldmatrix are: of a team's first stage, and its next stages a
   // multiple of eight rows further, so that the swizzle is the same.
@@ -456,21 +728,17 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     of_chunk[chunk] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
   }
   const uint32_t stage_step = kTeams * kChunks * rows * 128;
-  const uint32_t of_factors = ptx::shared_address(sums + (team * S::kFactors + t) * 4);
+  const uint32_t of_factors = ptx::shared_address(factors + team * S::kFactors + t);
   const uint32_t table = ptx::shared_address(shared + kBarrierBytes);
   const float unscale = S::kTable ? *undo_table : S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
-  const int most_mine = (round_atoms + cluster - 1) >> params.log2_cluster;  // strips of a batch that a CTA finishes
-  uint8_t* const strips = shared + layout.strips_at;
+  const Strips strips{shared + layout.strips_at, received, params.log2_cluster, rank,
+                      (round_atoms + cluster - 1) >> params.log2_cluster};
 #pragma unroll 1
   for (int round_atom = 0, phase = 0;; round_atom += round_atoms, phase ^= 1) {
     const int end_atom = min(round_atom + round_atoms, atoms);
 #pragma unroll 1
     for (int pass_atom = round_atom; pass_atom < (S::kBlocks > 0 ? 1 : end_atom); pass_atom += kPassAtoms) {
       float acc[kTokens / 2] = {};
-      // The first of a strip early, so that nothing waits for them.
-      if constexpr (S::kSums && S::kBlocks == 0) {
-        fetch_shift(std::true_type{}, 0, team * 8, pass_atom + warp % kPassAtoms);
-      }
       uint32_t stage_at = 0;
       int left = tiles, block = 0;
 #pragma unroll 1
@@ -590,91 +858,24 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         left -= kTurn * kStepTiles;
       }
 
-      if constexpr (S::kSums) {
-        const int strip = pass_atom + warp % kPassAtoms;
-        if (pass_atom == 0) {  // all activations have come
-          for (int stage = warp; stage * kTiles < cta_tiles; stage += kThreads / 32) {
-            ptx::barrier_wait(arrived + (stage >> layout.log2_piece), 0);
-            uint8_t* const to = sums + stage * (S::kSumRows * sum_row_bytes);
-            add_activations<S>(x, stage * kChunks * tokens, tokens, lane, to, sum_rest);
-          }
-          __syncwarp();
-          if (ptx::arrives(lane)) ptx::barrier_arrive(summed);
-        }
-        float shift_sums[4] = {};
-        const auto multiply_sums = [&](int slot, int first_row) {
-          uint32_t numbers[2][4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float scale = to_floats<X>(of_scale[slot][i]).x;
-            const float product = to_floats<X>(of_shift[slot][i]).x * (params.of_shift - scale);
-            numbers[0][i] = __float_as_uint(product) & kTf32Bits;
-            numbers[1][i] = __float_as_uint(product - __uint_as_float(numbers[0][i]));
-          }
-          const uint32_t from = ptx::shared_address(sums + (first_row + t) * sum_row_bytes + g * 4);
-          const bool one = first_row + t < sum_rows, both = first_row + t + 4 < sum_rows;
-#pragma unroll
-          for (int piece = 0; piece < 2; ++piece) {
-            const uint32_t sum = one ? ptx::load_shared(from + piece * sum_rest) : 0;
-            const uint32_t next_sum = both ? ptx::load_shared(from + piece * sum_rest + 4 * sum_row_bytes) : 0;
-            ptx::mma_tf32(shift_sums, numbers[0], sum, next_sum);
-            ptx::mma_tf32(shift_sums, numbers[1], sum, next_sum);
-          }
-        };
-        ptx::barrier_wait(summed, 0);
-#pragma unroll
-        for (int slot = 0; slot < S::kShiftSlots; ++slot) multiply_sums(slot, (team + slot * kTeams) * 8);
-        if constexpr (S::kBlocks == 0) {
-          // Loads and what waits for them without a branch between: it would wait for the next weights, too.
-#pragma unroll 1
-          for (int first_row = (team + kTeams) * 8; first_row < sum_rows; first_row += kTeams * 8) {
-            fetch_shift(std::false_type{}, 0, first_row, strip);
-            multiply_sums(0, first_row);
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) acc[j] += shift_sums[j];
-      }
-
-      if (layout.over_activations) {  // which all are done with
-        if (cluster > 1) {
-          ptx::cluster_meet();
-        } else {
-          __syncthreads();
-        }
-      }
-      // A warp's sums go to the CTA that finishes its strip, which a barrier there counts: for these of eight tokens
-      // lane 4g + t has rows g and g + 8 of tokens 2t and 2t + 1, of float32 activations t and t + 4.
-      const int atom = pass_atom + warp % kPassAtoms, of_round = atom - round_atom;
-      const int at_strip = (rank * kTeams + team) * most_mine + (of_round >> params.log2_cluster);
-#pragma unroll
-      for (int block = 0; block < kTokens / 8; ++block) {
-        const float* const of_block = acc + 4 * block;
-        const float4 sums_of = {of_block[0] * unscale, of_block[1] * unscale, of_block[2] * unscale,
-                                of_block[3] * unscale};
-        uint8_t* const to = strips + at_strip * S::kStripBytes + (block * 32 + lane) * 16;
-        if (atom >= atoms) continue;
-        if (cluster > 1) {
-          ptx::store_async_at_rank(to, sums_of, received, of_round & (cluster - 1));
-        } else {
-          *reinterpret_cast<float4*>(to) = sums_of;
-        }
-      }
+      if (layout.over_activations) meet(params.log2_cluster);  // which all are done with
+      const int atom = pass_atom + warp % kPassAtoms;
+      send_sums<S>(strips, team, atom - round_atom, lane, acc, unscale, atom < atoms);
     }
 
     const int mine = mine_of(end_atom - round_atom);
     const auto add_up = [&](int i, float (&sum)[4]) {
-      const uint8_t* at = strips + i * 512 + lane * 16;
+      const uint8_t* at = strips.at + i * 512 + lane * 16;
 #pragma unroll 1
       for (int other = 0; other < cluster; ++other) {
 #pragma unroll
-        for (int four = 0; four < kTeams / 4; ++four) {
+        for (int four = 0; four < (S::kAllTeams + 3) / 4; ++four) {
           float of_four[4] = {};
 #pragma unroll
-          for (int other_team = 0; other_team < 4; ++other_team) {
+          for (int other_team = 4 * four; other_team < 4 * four + 4 && other_team < S::kAllTeams; ++other_team) {
             const float4 v = *reinterpret_cast<const float4*>(at);
             of_four[0] += v.x, of_four[1] += v.y, of_four[2] += v.z, of_four[3] += v.w;
-            at += most_mine * S::kStripBytes;
+            at += strips.each * S::kStripBytes;
           }
 #pragma unroll
           for (int j = 0; j < 4; ++j) sum[j] += of_four[j];
@@ -783,7 +984,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     if (cluster > 1) {
       // A phase of no bytes would end at once, and warps that have yet to see the end of the one before would wait for
       // ever.
-      const int bytes = cluster * mine_of(min(round_atoms, atoms - end_atom)) * (kTeams * S::kStripBytes);
+      const int bytes = cluster * mine_of(min(round_atoms, atoms - end_atom)) * (S::kAllTeams * S::kStripBytes);
       if (thread == 0 && bytes > 0) ptx::barrier_expect(received, bytes);
       __syncwarp();
       ptx::cluster_meet();
@@ -845,7 +1046,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
         return launch_shape(Shape<Input, kBits, pass.value, blocks.value, kColumns, kGroups, kShift, kAny>{});
       };
       // As has_few_blocks.
-      if constexpr ((kSplit || kColumns == 8) && kShift != ShiftKind::kTable && (!kAny || kGroups == 1)) {
+      constexpr bool kFewOfAny = kGroups == 1 && kShift != ShiftKind::kFloats;
+      if constexpr ((kSplit || kColumns == 8) && kShift != ShiftKind::kTable && (!kAny || kFewOfAny)) {
         const auto of_few = [&](auto pass) {
           return params.layout.blocks == 1 ? of_blocks(pass, one) : of_blocks(pass, two);
         };
@@ -867,7 +1069,9 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
       return of_columns(std::integral_constant<int, 8>{}, any);
     };
     if constexpr (kShift == ShiftKind::kFloats) {
-      return of_columns(std::integral_constant<int, 8>{}, std::false_type{});
+      constexpr std::integral_constant<int, 8> eight;
+      const bool alike = args.scale_dtype == args.x_dtype && args.shift_dtype == args.x_dtype;
+      return alike ? of_columns(eight, std::false_type{}) : of_columns(eight, std::true_type{});
     } else if constexpr (kSplit) {
       return of_scales(std::true_type{});
     } else {

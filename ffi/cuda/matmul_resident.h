@@ -9,9 +9,13 @@ namespace wonly::resident {
 constexpr int kMaxTokens = 16;  // with float zeros or offsets, or float32 activations, 8
 constexpr int kStageInputs = 128;
 constexpr int kWarps = 16;            // that multiply
+constexpr int kShiftWarps = 4;        // and more that add float zeros or offsets
+constexpr int kShiftRows = 16;        // of those and of scales, which are copied and multiplied together
+constexpr int kShiftBytes = 1 << 15;  // room for what is on its way to these warps
 constexpr int kMostPassAtoms = 4;     // strips of 16 outputs at a time, or 2 or 1
 constexpr int kBarrierBytes = 1024;   // a barrier for each piece; those are aligned for the swizzle
-constexpr int kSumBytes = 256;        // sums of a stage's activations, at most four for a token, of two numbers each
+constexpr int kSumPieces = 3;         // bf16 numbers of a sum of activations
+constexpr int kSumRowBytes = 16;      // those of eight tokens
 constexpr int kTableBytes = 1 << 16;  // of the pairs of a table (pair_table.cuh)
 
 struct Config {
@@ -35,12 +39,16 @@ int blocks_of(const MatmulArgs& args, const Config& config);
 // Whether there is a kernel in which a CTA has so many strips at a time.
 bool has_passes(const MatmulArgs& args, const Config& config);
 
+// Rows of sums of the activations of stages, of which each has some: whole sixteens, as they are multiplied.
+WONLY_HOST_DEVICE int sum_rows(int stages, int stage_rows) { return (stages * stage_rows + 15) / 16 * 16; }
+
 // How a product is shared out, and a CTA's shared memory.
 struct Layout {
   int atoms_each, atoms_over;  // a part of the outputs has atoms_each strips of 16, the first atoms_over one more
   int stages_each;             // that a CTA of a cluster takes, the last one fewer
   int pieces, log2_piece;      // of the activations; stages of one
   int sums_at;                 // of the activations of each stage
+  int shifts_at;               // float zeros or offsets, and scales, on their way
   int strips_at;               // sums of a strip of outputs, of every team of every CTA of the cluster
   int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
   bool over_activations;       // the sums of a lone pass take their place
@@ -74,9 +82,12 @@ struct Costs {
 };
 
 // Whether this kernel computes `args`: K a multiple of 64, uint8 zeros or none, and scales of any type, in rows
-// of whole pieces of four bytes where that is not the activations' own of 16 bits; with such scales also zeros or
-// offsets of that type; or a table. sm_90 only.
+// of whole pieces of four bytes where that, or that of float zeros or offsets, is not the activations' own of 16 bits;
+// these with 16-bit activations; or a table. sm_90 only.
 bool supports(const MatmulArgs& args);
+
+// Whether float zeros or offsets, or scales with them, are not of the activations' type.
+bool mixes_shifts(const MatmulArgs& args);
 
 // Sets the fastest configuration, and returns the microseconds that it is expected to take; 0 where there is none.
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config);

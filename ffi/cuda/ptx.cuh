@@ -292,16 +292,18 @@ __device__ __forceinline__ uint32_t high_twice(uint32_t pair) {
   return d;
 }
 
-// Two bf16 products in one instruction; fma with -0 because sm_80 has no mul.bf16x2 and x + -0 is x for every x.
-__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
 #if __CUDA_ARCH__ >= 800
   uint32_t d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 #else
   __trap();
 #endif
 }
+
+// Two bf16 products in one instruction; fma with -0 because sm_80 has no mul.bf16x2 and x + -0 is x for every x.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) { return fma_bf16x2(a, b, 0x80008000u); }
 
 // Approximately, to 2^-22 or so of the result; what is subnormal is zero.
 __device__ __forceinline__ float reciprocal(float a) {

@@ -1,5 +1,6 @@
 """The CUDA product: the same checks as on the CPU, and what only a GPU has."""
 
+import math
 from functools import partial
 
 import jax
@@ -500,7 +501,12 @@ PASSES = {
 @pytest.mark.parametrize(
     ("mode", "scale_dtype"),
     [
-        *(("symmetric", "bfloat16"), ("integer_zeros", "bfloat16"), ("offsets", "bfloat16")),
+        *(
+            ("symmetric", "bfloat16"),
+            ("integer_zeros", "bfloat16"),
+            ("offsets", "bfloat16"),
+            ("float_zeros", "bfloat16"),
+        ),
         *(("symmetric", "float32"), ("integer_zeros", "float16")),
     ],
 )
@@ -530,9 +536,45 @@ def test_resident_passes(rng, mode, scale_dtype, bits):
                 np.testing.assert_array_equal(np.asarray(product(x[:3], weight.qt)), np.asarray(y)[:3])
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("mode", ["float_zeros", "offsets"])
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("alike", [True, False])
+def test_resident_shifts(rng, alike, x_dtype, mode, bits):
+    """Float zeros and offsets of up to eight tokens, of the activations' type and of others, in rows that begin at no
+    multiple of 16 bytes too, and with inputs that end half a stage."""
+    for k, n, group_size, lead in (
+        *(
+            (4096, 2064, 128, ()),
+            (2112, 4098, 64, ()),
+            (8256, 1044, 32, ()),
+            (1088, 8200, None, ()),
+            (3072, 1368, 256, (2,)),
+        ),
+        (14336, 600, 32, ()),
+    ):
+        types = {"scale_dtype": x_dtype, "shift_dtype": x_dtype}
+        while not alike and len(set(types.values())) == 1 and types["scale_dtype"] == x_dtype:
+            types = {name: str(rng.choice(list(DTYPES))) for name in types}
+        weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, lead=lead, **types)
+        m = int(rng.integers(2, 9))
+        x, bias = random_x(rng, (*lead, m, k), x_dtype), random_x(rng, (*lead, n))
+        resident = alike or math.prod(lead) * k * n * bits // 8 >= 1 << 22  # of other types not the smallest
+        if _cuda_dispatch.has_warpgroups() and resident:
+            assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
+        product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, implementation="cuda"))
+        y = product(x, weight.qt, bias)
+        assert_product(y, x, weight, bias=bias, rounded_weights=rounds_weights("cuda", x, weight.qt))
+        np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
+        if resident:
+            few = np.asarray(product(x[..., :2, :], weight.qt, bias))
+            np.testing.assert_array_equal(few, np.asarray(y)[..., :2, :])
+
+
 @pytest.mark.device
-@pytest.mark.parametrize("m", [9, 16])
-@pytest.mark.parametrize("mode", ["symmetric", "integer_zeros"])
+@pytest.mark.parametrize(
+    ("mode", "m"), [*((mode, m) for mode in ("symmetric", "integer_zeros") for m in (9, 16)), ("offsets", 8)]
+)
 def test_resident_rounds(rng, mode, m):
     """More strips of outputs than a CTA has room for the sums of, and at last fewer than a cluster has CTAs: some then
     finish none, and warps that came late once waited for ever. A few outputs over and over, as there are many.
