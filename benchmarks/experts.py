@@ -207,8 +207,9 @@ def main() -> None:
             weights.clear()
             # Enough for the calls that touch the fewest experts.
             least = min(experts, top_k * min(args.tokens))
-            codes, dense_bytes = (bits * k * n * least // 8 for bits in (args.bits, 8 * jnp.dtype(args.dtype).itemsize))
-            of_dense, of_codes = copies_of(dense_bytes), copies_of(codes)
+            touched = k * n * least
+            of_codes = copies_of(args.bits * touched // 8)
+            of_dense = copies_of(jnp.dtype(args.dtype).itemsize * touched)
             weights |= {
                 "suite": suite,
                 "quantized": stacks(jax.random.key(2), experts, k, n, of_codes, args.mode, bits=args.bits),

@@ -433,11 +433,6 @@ def _resident_times(p: Product):
     return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, _is_alike(p), _gpu()[1], costs)
 
 
-def _resident_config(p: Product) -> tuple[int, int, int] | None:
-    """The fastest, where there is one."""
-    return min(_resident_times(p), key=lambda pair: pair[1], default=(None, math.inf))[0]
-
-
 def _resident(p: Product) -> float:
     return min((us for _, us in _resident_times(p)), default=math.inf)
 

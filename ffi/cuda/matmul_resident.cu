@@ -12,11 +12,14 @@ constexpr int kRowBytes = 128;            // of activations, half a stage of a t
 constexpr int kMostPieces = 8;            // more would wait less for the first, and copy less at once
 constexpr int64_t kMostInputs = 1 << 20;  // whose activations would fit no cluster's shared memory
 
-// Whether activations are of 16 bits, and what multiplies and shifts is of their type.
-bool is_alike(const MatmulArgs& args) {
-  return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype && args.shift_mode != ShiftMode::kTable &&
+// Whether activations are of 16 bits, and scales, and float zeros or offsets, of their type.
+bool has_own_types(const MatmulArgs& args) {
+  return args.x_dtype != DType::kF32 && args.scale_dtype == args.x_dtype &&
          (!has_float_shift(args) || args.shift_dtype == args.x_dtype);
 }
+
+// And there is no table.
+bool is_alike(const MatmulArgs& args) { return has_own_types(args) && args.shift_mode != ShiftMode::kTable; }
 
 // Whether there are kernels of few blocks.
 bool has_few_blocks(const MatmulArgs& args) {
@@ -24,8 +27,7 @@ bool has_few_blocks(const MatmulArgs& args) {
          (is_alike(args) || !(has_small_groups(args) || has_float_shift(args)));
 }
 
-}  // namespace
-
+// Blocks that a warp has, of one strip, where kernels know: 1 or 2, or 0.
 int blocks_of(const MatmulArgs& args, const Config& config) {
   const int64_t stages = ceil_div(ceil_div(args.k, kStageInputs), config.cluster);
   if (!has_few_blocks(args)) return 0;
@@ -33,6 +35,8 @@ int blocks_of(const MatmulArgs& args, const Config& config) {
   const int64_t blocks = ceil_div(stages * config.pass_atoms, ahead(args.bits) * kWarps);
   return blocks <= 2 ? static_cast<int>(blocks) : 0;
 }
+
+}  // namespace
 
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const int64_t atoms = ceil_div(args.n, kAtomN), stages = ceil_div(args.k, kStageInputs);
@@ -81,9 +85,7 @@ bool supports(const MatmulArgs& args) {
   const int tokens = split || has_float_shift(args) ? 8 : kMaxTokens;
   if (args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
   if (args.k > kMostInputs) return false;
-  if (is_alike(args)) return true;
-  const bool table = args.shift_mode == ShiftMode::kTable;
-  if (table && !split && args.scale_dtype == args.x_dtype) return true;
+  if (has_own_types(args)) return true;
   return !(split && has_float_shift(args)) && args.n * element_size(args.scale_dtype) % 4 == 0;
 }
 
@@ -93,7 +95,7 @@ bool has_passes(const MatmulArgs& args, const Config& config) {
   return args.x_dtype != DType::kF32 && (few || (config.pass_atoms == 2 && is_alike(args)));
 }
 
-bool mixes_shifts(const MatmulArgs& args) { return has_float_shift(args) && !is_alike(args); }
+bool mixes_shifts(const MatmulArgs& args) { return has_float_shift(args) && !has_own_types(args); }
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
   const bool split = args.x_dtype == DType::kF32;

@@ -118,7 +118,7 @@ struct Shape {
   static_assert(!kSums || (kTokens == 8 && !kSplit));
   static_assert(!kSplit || (kAnyScales && kTeams == kSplitWarps));
   static constexpr int kMoreWarps = kSplit ? kSplitWarps : kSums ? kShiftWarps : 0;
-  static constexpr int kSlotRows = kMoreTeams * 16;  // from those of a team to its next
+  static constexpr int kSlotRows = kMoreTeams * kShiftRows;  // from those of a team to its next
   // Items of shifts on their way to a warp, each of kShiftRows of shifts and scales of two strips.
   static constexpr int kItemBytes = kShiftRows * 2 * kAtomN * 2 * (kAnyScales ? 4 : 2);
   static constexpr int kSlots = kShiftBytes / kShiftWarps / kItemBytes;
@@ -312,7 +312,7 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
   const Layout& layout = params.layout;
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  const int team = warp / S::kPassPairs, first_row = team * 16, first_strip = warp % S::kPassPairs * 2;
+  const int team = warp / S::kPassPairs, first_row = team * kShiftRows, first_strip = warp % S::kPassPairs * 2;
   const int stages = (cta_tiles + S::kTiles - 1) / S::kTiles;
   const int log2_row_blocks = S::kGroups == 1 ? 2 : params.log2_group_blocks;  // of a row of sums
   const int stage_rows = kStageBlocks >> log2_row_blocks, rows = stages * stage_rows;
@@ -553,13 +553,18 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     const int next = piece + S::kFirstPieces;
     if (S::kLater && next < pieces && ptx::elect_one()) copy_piece(next);
   };
+  // Strips of the outputs are finished in turn by the CTAs of the cluster, so many at a time as there is room for sums.
+  const auto strips_of_round = [&] { return S::kBlocks > 0 ? atoms : min(atoms, layout.passes * kPassAtoms); };
+  const auto strips_of = [&](int round_atoms) -> Strips {
+    const int each = (round_atoms + cluster - 1) >> params.log2_cluster;
+    return {shared + layout.strips_at, received, params.log2_cluster, rank, each};
+  };
   if constexpr (S::kSums) {
     if (team >= kTeams) {
       if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kShiftRegisters>();
-      const int round_atoms = S::kBlocks > 0 ? atoms : min(atoms, layout.passes * kPassAtoms);
-      const int each = (round_atoms + cluster - 1) >> params.log2_cluster;
-      const Strips strips{shared + layout.strips_at, received, params.log2_cluster, rank, each};
-      add_shifts<S>(params, shared, strips, batch, first_stage, cta_tiles, first_atom, atoms, round_atoms);
+      const int round_atoms = strips_of_round();
+      add_shifts<S>(params, shared, strips_of(round_atoms), batch, first_stage, cta_tiles, first_atom, atoms,
+                    round_atoms);
       return;
     }
   }
@@ -622,9 +627,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   fetch_words_of(std::true_type{}, 0, fetch_tiles);
   if constexpr (S::kMovesRegisters) ptx::raise_registers<S::kMainRegisters>();
 
-  // Strips of the outputs are finished in turn by the CTAs of the cluster, `round_atoms` of them at a time: as many as
-  // there is room for sums.
-  const int round_atoms = S::kBlocks > 0 ? atoms : min(atoms, layout.passes * kPassAtoms);
+  const int round_atoms = strips_of_round();
   const auto mine_of = [&](int of_round) { return (of_round - rank + cluster - 1) >> params.log2_cluster; };
   if (warp == 0 && ptx::elect_one()) {
 #pragma unroll 1
@@ -731,8 +734,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const uint32_t of_factors = ptx::shared_address(factors + team * S::kFactors + t);
   const uint32_t table = ptx::shared_address(shared + kBarrierBytes);
   const float unscale = S::kTable ? *undo_table : S::kSplit ? 1.f : C::kUnscale;  // or a part of the factors
-  const Strips strips{shared + layout.strips_at, received, params.log2_cluster, rank,
-                      (round_atoms + cluster - 1) >> params.log2_cluster};
+  const Strips strips = strips_of(round_atoms);
 #pragma unroll 1
   for (int round_atom = 0, phase = 0;; round_atom += round_atoms, phase ^= 1) {
     const int end_atom = min(round_atom + round_atoms, atoms);

@@ -33,14 +33,13 @@ constexpr int log2_block_stages(int bits, int pass_atoms) {
 static_assert(ahead(4) * kWarps == kMostPassAtoms << log2_block_stages(4, kMostPassAtoms));
 static_assert(ahead(8) * kWarps == kMostPassAtoms << log2_block_stages(8, kMostPassAtoms));
 
-// Blocks that a warp has, of one strip, where kernels know: 1 or 2, or 0.
-int blocks_of(const MatmulArgs& args, const Config& config);
-
 // Whether there is a kernel in which a CTA has so many strips at a time.
 bool has_passes(const MatmulArgs& args, const Config& config);
 
 // Rows of sums of the activations of stages, of which each has some: whole sixteens, as they are multiplied.
-WONLY_HOST_DEVICE int sum_rows(int stages, int stage_rows) { return (stages * stage_rows + 15) / 16 * 16; }
+WONLY_HOST_DEVICE int sum_rows(int stages, int stage_rows) {
+  return (stages * stage_rows + kShiftRows - 1) / kShiftRows * kShiftRows;
+}
 
 // How a product is shared out, and a CTA's shared memory.
 struct Layout {
@@ -52,7 +51,7 @@ struct Layout {
   int strips_at;               // sums of a strip of outputs, of every team of every CTA of the cluster
   int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
   bool over_activations;       // the sums of a lone pass take their place
-  int blocks;                  // as blocks_of
+  int blocks;                  // that a warp has, of one strip, where kernels know: 1 or 2, or 0
   int bytes;
 };
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes);

@@ -97,17 +97,6 @@ __device__ __forceinline__ void store_async_at_rank(void* shared, const float4& 
       "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w))
       : "memory");
 }
-// Eight bytes, likewise, which are aligned to as many.
-__device__ __forceinline__ void store_async_at_rank(void* shared, const float2& v, uint64_t* barrier, int rank) {
-  asm volatile(
-      "{\n.reg .u32 to, counted;\n"
-      "mapa.shared::cluster.u32 to, %0, %2;\n"
-      "mapa.shared::cluster.u32 counted, %1, %2;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [to], {%3, %4}, [counted];\n}\n" ::"r"(
-          shared_address(shared)),
-      "r"(shared_address(barrier)), "r"(rank), "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y))
-      : "memory");
-}
 // All threads of the cluster have come here; nothing of what they wrote.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");

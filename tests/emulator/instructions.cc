@@ -593,19 +593,17 @@ void prefetch_bulk(Warp& w, const Instruction& i, Mask lanes) {
     Machine::the().memory_at(w, w.address(i.operands[0], lane), bytes, 16);
   });
 }
-template <size_t kWords>
-void store_async(Warp& w, const Instruction& i, Mask lanes) {  // to, words, barrier
-  constexpr int kBytes = 4 * kWords;
+void store_async(Warp& w, const Instruction& i, Mask lanes) {  // to, four words, barrier
   each(lanes, [&](int lane) {
-    uint8_t* const to = Machine::the().shared_at(w, w.address(i.operands[0], lane), kBytes, kBytes, Use::kNone);
-    uint8_t* const barrier = Machine::the().shared_at(w, w.address(i.operands[kWords + 1], lane), 8, 8, Use::kNone);
-    watch_copy(w, w.address(i.operands[0], lane), kBytes, Use::kWrite, barrier);
-    std::array<uint32_t, kWords> words;
-    for (size_t k = 0; k < kWords; ++k) words[k] = w.row<uint32_t>(i.operands[k + 1])[lane];
+    uint8_t* const to = Machine::the().shared_at(w, w.address(i.operands[0], lane), 16, 16, Use::kNone);
+    uint8_t* const barrier = Machine::the().shared_at(w, w.address(i.operands[5], lane), 8, 8, Use::kNone);
+    watch_copy(w, w.address(i.operands[0], lane), 16, Use::kWrite, barrier);
+    std::array<uint32_t, 4> words;
+    for (size_t k = 0; k < 4; ++k) words[k] = w.row<uint32_t>(i.operands[k + 1])[lane];
     const auto races = races_of(w);
     Machine::the().later(Machine::the().cta_of(w, w.address(i.operands[0], lane)), [=] {
-      std::memcpy(to, words.data(), kBytes);
-      count_bytes(barrier, kBytes, races);
+      std::memcpy(to, words.data(), 16);
+      count_bytes(barrier, 16, races);
     });
   });
 }
@@ -1209,8 +1207,7 @@ void add_others(std::map<std::string, Opcode>& all) {
   all["cp.async.bulk.shared::cluster.global" + counted] = {copy_bulk_global, Kind::kPlain, "", "aawa", 0};
   all["cp.async.bulk.shared::cluster.shared::cta" + counted] = {copy_bulk_shared, Kind::kPlain, "", "aawa", 0};
   all["cp.async.bulk.prefetch.L2.global"] = {prefetch_bulk, Kind::kPlain, "", "aw", 0};
-  all["st.async.shared::cluster" + counted + ".v4.b32"] = {store_async<4>, Kind::kPlain, "", "awwwwa", 0};
-  all["st.async.shared::cluster" + counted + ".v2.b32"] = {store_async<2>, Kind::kPlain, "", "awwa", 0};
+  all["st.async.shared::cluster" + counted + ".v4.b32"] = {store_async, Kind::kPlain, "", "awwwwa", 0};
   const std::string to_shared = ".shared::cluster.global";
   all[tensor + "3d" + to_shared + counted] = {copy_tensor<3, false, false>, Kind::kPlain, "", "aawwwa", 0};
   all[tensor + "4d" + to_shared + counted] = {copy_tensor<4, false, false>, Kind::kPlain, "", "aawwwwa", 0};

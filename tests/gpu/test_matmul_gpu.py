@@ -522,8 +522,7 @@ def test_resident_passes(rng, mode, scale_dtype, bits):
                 assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
                 scales, groups = jnp.dtype(scale_dtype), k // group_size if group_size else 1
                 p = _cuda_dispatch.Product(m, k, n, 1, bits, x.dtype, scales, ShiftMode.NONE, None, groups=groups)
-                config = _cuda_dispatch._resident_config(p)
-                assert config
+                config = min(_cuda_dispatch._resident_times(p), key=lambda pair: pair[1])[0]
                 of_warp = _cuda_costs.resident_blocks(m, k, n, bits, config)
                 assert (
                     not alike or m > 8 or _cuda_dispatch._gpu()[1] != 132 or (config[2], of_warp) == (strips, blocks)
