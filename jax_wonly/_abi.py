@@ -105,15 +105,30 @@ def aligned_rows_scratch(rows: int, row: int, sizes: list[int]) -> int:
     return sum(-(-rows * row * size // 256) * 64 for size in sizes)
 
 
-def split_scratch(x_batch: int, m: int, k: int, batch: int, sums: int = 0) -> int:
+# Words of float32 activations, or of their results, that are taken at a time: pieces of twice as many would not stay in
+# the L2 beside the weights.
+SPLIT_WORDS = 8 << 20
+LEAST_SPLIT_ROWS = 512
+
+
+def split_rows(m: int, k: int, n: int, batch: int) -> int:
+    """Rows of float32 activations that ``matmul_warpgroup`` takes at a time: all of a batch, and of one weight so many
+    that their tiles fill the multiprocessors several times, if their pieces stay in the L2 then.
+    """
+    most, enough = SPLIT_WORDS // k, max(SPLIT_WORDS // n, SPLIT_WORDS // (2 * k))
+    step = LEAST_SPLIT_ROWS
+    return m if batch > 1 else min(m, max(min(most, enough) // step * step, step))
+
+
+def split_scratch(x_batch: int, m: int, k: int, n: int, batch: int, sums: int = 0) -> int:
     """Words of scratch for float32 activations ``[x_batch, m, k]`` on CUDA, as two fp16 numbers each, and a power of
     two and ``sums`` for each row.
 
-    Those of one weight are taken 512 rows at a time, 2 KB for each of K: so many stay in the L2 of an H100 up to 20,000
-    inputs. ``batch`` is that of the product; the rows of several weights need as much as x has. As
-    ``warpgroup::split_rows`` in ``ffi/cuda/matmul_warpgroup.h``.
+    ``batch`` and ``n`` are the product's. At most 32 MiB, or 2 KB for each of more than 16,384 inputs; the rows of
+    several weights need as much as x has. As ``warpgroup::split_rows`` in ``ffi/cuda/matmul_warpgroup.h``, which takes
+    as many rows as there is scratch for.
     """
-    rows = m if batch > 1 else min(m, 512)
+    rows = split_rows(m, k, n, batch)
     return x_batch * (rows * (k + 1 + sums) + (3 * (sums + 1) if sums else 0))
 
 

@@ -144,12 +144,11 @@ class Stream(NamedTuple):
     tokens: int  # of one tile: up to so many it is taken where warpgroups are slower
     start: float
     bytes: float  # of weights per microsecond
-    float32: float  # the same for float32 activations
-    few_float32: float  # and for those of one tile
-    small_groups_float32: float  # what is left of either with groups of 32 and 64
-    shifted_float32: list  # with float zeros or offsets: up to so many tokens, the start, and the bytes
-    small_groups_shifted_float32: float  # what is left of those
-    table: list  # as shifted_float32, with a table
+    float32: list  # of float32 activations: up to so many tokens, the start, and the bytes
+    small_groups_float32: float  # what is left of the bytes with groups of 32 and 64
+    shifted_float32: list  # with float zeros or offsets
+    small_groups_shifted_float32: float
+    table: list  # with a table
     table_float32: list
     wave: float  # of CTAs, where several passes over few outputs make more than one
 
@@ -469,13 +468,14 @@ def stream_time(m: int, weights: float, scheme: Scheme, costs: Stream) -> float:
     start, rate = costs.start, costs.bytes
     if scheme.table and not scheme.split:
         start, rate = next((row for tokens, *row in costs.table if m <= tokens), (start, rate))
-    elif scheme.split and (scheme.table or scheme.floats):
-        rates = costs.table_float32 if scheme.table else costs.shifted_float32
-        start, rate = next((row for tokens, *row in rates if m <= tokens), rates[-1][1:])
-        rate *= costs.small_groups_shifted_float32 if scheme.ends > 1 and not scheme.table else 1.0
     elif scheme.split:
-        rate = costs.few_float32 if m <= costs.tokens else costs.float32
-        rate *= costs.small_groups_float32 if scheme.ends > 1 else 1.0
+        rates, small = costs.float32, costs.small_groups_float32
+        if scheme.table:
+            rates, small = costs.table_float32, 1.0
+        elif scheme.floats:
+            rates, small = costs.shifted_float32, costs.small_groups_shifted_float32
+        start, rate = next((row for tokens, *row in rates if m <= tokens), rates[-1][1:])
+        rate *= small if scheme.ends > 1 else 1.0
     return start + -(-m // PASS_TOKENS) * weights / rate
 
 

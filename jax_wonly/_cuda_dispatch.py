@@ -21,6 +21,8 @@ _MEMORY = 2.6e6  # bytes per microsecond, of kernels that are bound by memory
 _DENSE = 700e6  # dense 16-bit operations per microsecond
 _DENSE_FLOAT32 = 45e6
 _DENSE_START = 6.0  # microseconds of both kernels besides: 5.4 to 10.6 for less than 3 million weights (log, 131)
+_DENSE_START_FLOAT32 = 10.0  # cuBLAS splits the inputs of small ones, and adds up in another kernel
+_SPLIT_BYTES = 8  # of a float32 activation, which is read and written as two 16-bit numbers before it is multiplied
 _STREAMED_ROWS = 32  # of float32 cotangents at a time
 _ROWS_OF_PART = 256  # of the gradient of scales, at least: its kernel's start and end take as long
 _APART_BYTES = 14e6  # of weights, so few of which streaming reads twice sooner than those kernels have run
@@ -275,7 +277,7 @@ def scratch(p: Product, x_batch: int) -> int:
     if (p.split or _aligns(p)) and kernel(p) == "matmul_warpgroup":
         # For pieces of x, and what CTAs leave each other.
         sums = -(-p.k // 128) * p.scheme.ends if p.scheme.floats else 0
-        pieces = _abi.split_scratch(x_batch, p.m, p.k, p.batch, sums) if p.split else 0
+        pieces = _abi.split_scratch(x_batch, p.m, p.k, p.n, p.batch, sums) if p.split else 0
         return pieces + _warpgroup_scratch_of(p) + (_aligned_scratch(p) if _aligns(p) else 0)
     if p.split:
         return 0
@@ -600,7 +602,7 @@ def estimate(p: Product) -> tuple[float, float]:
     rate = _DENSE_FLOAT32 if p.split else _DENSE_OF.get(_gpu()[0].split(".")[0], _DENSE_MMA)
     rate /= _DENSE_ODD if p.n % _WHOLE or p.k % _WHOLE else 1.0
     dense = p.m * operations / rate * (_MULTIPROCESSORS / _gpu()[1] if has_mma() else 1)
-    dense += _DENSE_START + dense_bytes / _MEMORY
+    dense += (_DENSE_START_FLOAT32 if p.split else _DENSE_START) + dense_bytes / _MEMORY
     aligned = _aligned(p)
     fused = math.inf if aligned is None else _warpgroup(p)
     if aligned is None or ((p.split or p.table) and aligned is p and p.m <= STREAM_TOKENS):
@@ -631,6 +633,8 @@ def use_kernel(p: Product) -> bool:
         return True
     if p.table and not p.split:
         if p.m > TABLE_TOKENS and p.n <= TILE_N:  # tiles would be half empty
+    if p.split and p.m > STREAM_TOKENS:
+        fused += _SPLIT_BYTES * p.batch * p.m * p.k / _MEMORY
             return False
         if p.m <= TABLE_TOKENS or tiled_kernel(p):
             return True

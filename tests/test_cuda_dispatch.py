@@ -269,7 +269,10 @@ def test_float32(monkeypatch, warpgroups):
         name = _cuda_dispatch.kernel(product)
         assert not _cuda_dispatch.rounds_weights(product)
         words = scratch(m, k, n, batch, bits, jnp.float32, *types, group_size=group_size)
-        rows = m if batch > 1 else min(m, 512)
+        rows = _abi.split_rows(m, k, n, batch)
+        assert rows == m or (
+            batch == 1 and rows % 512 == 0 and 512 <= rows < m and (rows == 512 or rows * k <= 8 << 20)
+        )
         sizes = [jnp.dtype(dtype).itemsize for dtype in (scales, shift) if dtype is not None]
         odd = k > group_size and any(n * size % 16 for size in sizes)  # rows of scales and zeros that are copied first
         copied = _abi.aligned_rows_scratch(batch * k // group_size, -(-n // 16) * 16, sizes) if odd else 0
@@ -282,7 +285,8 @@ def test_float32(monkeypatch, warpgroups):
     resident = "matmul_resident" if warpgroups else "matmul_stream"
     assert [kernel(m) for m in (1, 2, 3, 8, 9, 16, 17, 512, 513, 5000)] == [resident] * 4 + [split] * 6
     assert kernel(8, 384, 1536) == kernel(8, 4096, 4096) == resident
-    assert kernel(9, 384, 1536) == kernel(4, 8188, group_size=8188) == "matmul_stream"
+    assert kernel(4, 8188, group_size=8188) == kernel(9, 4096, 256) == "matmul_stream"
+    assert kernel(9, 384, 1536) == kernel(9, 768, 3072) == kernel(16, 2048, 2048, group_size=32) == split
     assert kernel(17, 384, 1536) == kernel(17, 384, 1536, batch=3) == split
     assert kernel(8, batch=2, bits=8) == resident
     assert kernel(40, mode=ShiftMode.ZEROS, shift=jnp.uint8, n=8208) == kernel(40, scales=jnp.bfloat16) == split
@@ -290,7 +294,7 @@ def test_float32(monkeypatch, warpgroups):
     for mode in ShiftMode.ZEROS, ShiftMode.OFFSETS:
         for m, n, batch, group_size in (9, 8192, 1, 32), (40, 8192, 1, 128), (600, 8194, 1, 64), (600, 8192, 3, 256):
             assert kernel(m, n=n, batch=batch, group_size=group_size, mode=mode, shift=jnp.float32) == split
-        assert kernel(9, 384, 1536, mode=mode, shift=jnp.float32) == "matmul_stream"
+        assert kernel(9, 4096, 256, mode=mode, shift=jnp.float32) == "matmul_stream"
     assert kernel(40, n=8202) == kernel(40, n=8200, mode=ShiftMode.ZEROS, shift=jnp.uint8) == split
     if warpgroups:  # two products of 16-bit numbers take less than one of float32
         for m in (17, 1024, 8192):

@@ -172,7 +172,10 @@ def test_kernels_on_cuda(monkeypatch):
     assert [kernel(4, 4096, n, **scheme) for n in (4096, 4097)] == ["matmul_resident", "matmul_stream"]
     assert [kernel(4, 4096, n, **scheme) for n in (132 * 64 - 1, 132 * 64 + 1)] == ["matmul_stream", "matmul_warpgroup"]
     assert kernel(16, n=8196) == "matmul_resident"
-    assert kernel(12, 1024, 1024, dtype=jnp.float32) == "matmul_stream"
+    assert [kernel(12, k, n, dtype=jnp.float32) for k, n in ((3072, 768), (16384, 64))] == [
+        "matmul_warpgroup",
+        "matmul_stream",
+    ]
     # Rows that are copied first, of scales or activations; not for few tokens of few weights.
     found = [kernel(4, 1056, n, bits=8, group_size=32) for n in (991, 999)]
     assert found == ["matmul_stream", "matmul_warpgroup"]

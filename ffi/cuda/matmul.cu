@@ -79,13 +79,15 @@ float stream_us(const MatmulArgs& args, const Device& device) {
   };
   if (args.x_dtype == DType::kF32) {
     const bool small = has_small_groups(args);
-    rate = args.m <= costs::kStreamTokens ? costs::kStreamFewFloat32 : costs::kStreamFloat32;
-    if (small) rate *= costs::kStreamSmallGroupsFloat32, wave /= costs::kStreamSmallGroupsFloat32;
+    if (small) wave /= costs::kStreamSmallGroupsFloat32;
     if (table) {
       take(costs::kStreamTableFloat32);
     } else if (has_float_shift(args)) {
       take(costs::kStreamShiftedFloat32);
       if (small) rate *= costs::kStreamSmallGroupsShiftedFloat32;
+    } else {
+      take(costs::kStreamFloat32);
+      if (small) rate *= costs::kStreamSmallGroupsFloat32;
     }
   } else if (table && passes == 1) {
     take(costs::kStreamTable);

@@ -28,7 +28,7 @@ from reference import (
 )
 
 import jax_wonly as jw
-from jax_wonly import _cuda_costs, _cuda_dispatch
+from jax_wonly import _abi, _cuda_costs, _cuda_dispatch
 from jax_wonly._abi import ShiftMode
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +68,7 @@ def test_rows(rng, m, x_dtype, implementation):
 @pytest.mark.parametrize(("bits", "mode"), [*((bits, mode) for bits in (4, 8) for mode in MODES), (4, "table")])
 def test_float32_in_pieces(rng, bits, mode, group_size):
     """As exact as float32, of one weight and of several, in more rows than are taken at a time, infinities and all."""
+    monkeypatch.setattr(_abi, "SPLIT_WORDS", int(rng.choice([0, _abi.SPLIT_WORDS])))  # 512 rows at a time, or all
     k, n = {32: 1120, 64: 1216, 128: 1152, 256: 1280, None: 1000}[group_size], 272
     scale_dtype = str(rng.choice(list(DTYPES)))
     product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
