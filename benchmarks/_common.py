@@ -22,6 +22,20 @@ def add_timing(parser: argparse.ArgumentParser, rounds: int, calls: int) -> None
     parser.add_argument("--calls", type=int, default=calls, help="calls in a turn (default: %(default)s)")
 
 
+def add_precision(parser: argparse.ArgumentParser) -> None:
+    """Adds the precision of float32 products."""
+    every = "of float32 products, ours and dense (default: float32 ours, and TF32, which is XLA's default)"
+    parser.add_argument("--precision", choices=("default", "high", "highest"), help=every)
+
+
+def take_precision(args: argparse.Namespace) -> dict[str, str]:
+    """Sets the precision that was asked for, and says so for a result file."""
+    if args.precision is None:
+        return {}
+    jax.config.update("jax_default_matmul_precision", args.precision)
+    return {"precision": args.precision}
+
+
 def add_suites(parser: argparse.ArgumentParser, suites: Iterable[str], default: Sequence[str] | None = None) -> None:
     suites = list(suites)
     default = suites if default is None else list(default)

@@ -1,7 +1,8 @@
 """Times products with experts' weights on a GPU beside dense ones of the same process, into one result file.
 
     python benchmarks/experts.py [--suite mixtral many-up many-down] [--tokens N ...] [--gradient] [--dtype float32]
-                                 [--mode nf4] [--bits 8] [--output FILE] [--append]
+                                 [--mode nf4] [--bits 8] [--precision default] [--output FILE]
+                                 [--append]
 
 Every token goes to ``top_k`` of the experts: to all alike (``balanced``), or to expert e with a weight of 1 / (e + 1)
 (``skewed``). Kernel time is CUPTI's, the median over calls that rotate through more than four times the L2 of touched
@@ -28,7 +29,17 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import add_results, add_suites, add_timing, gradient_of, kept_rows, require_gpu, save
+from _common import (
+    add_precision,
+    add_results,
+    add_suites,
+    add_timing,
+    gradient_of,
+    kept_rows,
+    require_gpu,
+    save,
+    take_precision,
+)
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -190,9 +201,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(default: %(default)s)")
     parser.add_argument("--mode", choices=GROUP_SIZES, default="symmetric", help="(default: %(default)s)")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="(default: %(default)s)")
+    add_precision(parser)
     add_results(parser, None, where=f"in {RESULTS}")
     args = parser.parse_args()
     require_gpu("experts.py")
+    precision = take_precision(args)
     kind = ("-gradients" if args.gradient else "") + ("" if args.dtype == "bfloat16" else f"-{args.dtype}")
     kind += ("" if args.mode == "symmetric" else f"-{args.mode}") + ("" if args.bits == 4 else f"-int{args.bits}")
     output = args.output or RESULTS / f"h100-experts{kind}.json"
@@ -219,7 +232,7 @@ def main() -> None:
             suite, routing, tokens, args.dtype, args.mode, weights, args.rounds, args.calls, stream, args.gradient
         )
         results[tuple(row[i] for i in IDENTITY)] = row
-        save(output, list(results.values()), args.commit, stream_gbps=round(stream, 1))
+        save(output, list(results.values()), args.commit, **precision, stream_gbps=round(stream, 1))
     for row in results.values():
         print(
             f"{row['suite']:9} {row['routing']:8} {row['tokens']:5} tokens, {row['touched']:3} experts: "

@@ -1,6 +1,7 @@
 """Times the gradient of the activations through quantized weights beside the dense one, into one result file.
 
-    python benchmarks/gradients.py [--suite tokens schemes] [--tokens N ...] [--output FILE] [--append]
+    python benchmarks/gradients.py [--suite tokens schemes] [--tokens N ...] [--precision default] [--output FILE]
+                                   [--append]
 
 ``dx = dy @ w.T``: the transpose of ``jax_wonly.matmul``, and ``dy @ w.T`` with dense weights, in the same process and
 taking turns. Kernel time as in ``benchmarks/matmul.py``: CUPTI's, all kernels of a call, the median over calls that
@@ -12,7 +13,17 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _common import add_results, add_suites, add_timing, gradient_of, kept_rows, require_gpu, save
+from _common import (
+    add_precision,
+    add_results,
+    add_suites,
+    add_timing,
+    gradient_of,
+    kept_rows,
+    require_gpu,
+    save,
+    take_precision,
+)
 
 import jax_wonly as jw
 from jax_wonly._timing import Calls, copies_of
@@ -124,9 +135,11 @@ def main() -> None:
     add_suites(parser, SUITES)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="(default: %(default)s)")
     add_timing(parser, rounds=3, calls=8)
+    add_precision(parser)
     add_results(parser, RESULTS)
     args = parser.parse_args()
     require_gpu("gradients.py")
+    precision = take_precision(args)
 
     results = kept_rows(args.output, args.append, IDENTITY)
     cache: dict = {}
@@ -134,7 +147,7 @@ def main() -> None:
     for options in progress(cases, label="products"):
         row = measure(options, args.rounds, args.calls, cache)
         results[tuple(row[name] for name in IDENTITY)] = row
-        save(args.output, list(results.values()), args.commit)
+        save(args.output, list(results.values()), args.commit, **precision)
         print(
             f"{row['k']:6} x {row['n']:6} M {row['m']:5} {row['dtype']:8} int{row['bits']} g{row['group_size']:<5} "
             f"{row['zeros']:13} {row['us']:9.2f} us, dense {row['dense_us']:9.2f} us, {row['ratio']:6.3f}x, "

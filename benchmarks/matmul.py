@@ -8,6 +8,7 @@
     python benchmarks/matmul.py --suite models    wide layers of large models, into a file of its own
     python benchmarks/matmul.py --suite few       heads of few outputs, into a file of its own
     python benchmarks/matmul.py --suite odd       numbers of outputs that are no multiple of 8, into a file of its own
+    python benchmarks/matmul.py --suite float32 layers [--precision default]     float32, into a file of their own
     python benchmarks/matmul.py --suite xla     beside XLA's product of the same codes, into a file of its own
     python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
         kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
@@ -21,7 +22,16 @@ the same groups.
 import argparse
 from pathlib import Path
 
-from _common import add_results, add_suites, add_timing, kept_rows, require_gpu, save
+from _common import (
+    add_precision,
+    add_results,
+    add_suites,
+    add_timing,
+    kept_rows,
+    require_gpu,
+    save,
+    take_precision,
+)
 
 from jax_wonly._timing import Product, copies_of
 from jax_wonly.progress import progress
@@ -32,6 +42,7 @@ FILES = {
     "batch": "h100-batch.json",
     "every": "h100-every.json",
     "few": "h100-few.json",
+    "layers": "h100-layers.json",
     "models": "h100-models.json",
     "odd": "h100-odd.json",
     "scales": "h100-scales.json",
@@ -44,6 +55,7 @@ WIDE = ((3584, 18944), (4096, 22016))  # more outputs than tiles of 128 for each
 SMALL = ((384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768), (1024, 1024), (1024, 4096), (2048, 2048))
 # Of what is multiplied at once in them: queries, keys and values, or gates, ups or both.
 MODELS = ((8192, 10240), (5120, 17408), (5120, 25600), (5120, 27648), (4096, 28672), (3584, 37888), (8192, 57344))
+LAYERS = ((768, 768), (768, 3072), (3072, 768), (1024, 4096), (4096, 4096))  # and, of many rows, images' pixels
 FEW = ((1024, 10), (768, 100), (4096, 64), (512, 256), (2048, 1000))
 ODD = ((768, 50257), (1024, 30522), (2048, 32001), (4096, 32001), (4096, 1001))  # vocabularies, and a classifier
 OTHERS = ((2048, 8192), (3584, 18944), (5120, 27648), (4096, 11008), (7168, 2048), (4096, 128256), (4096, 4104))
@@ -100,6 +112,8 @@ SUITES = {
     + [case(k, n, m) for k, n in WIDE for m in (48, 96, 128, 150, 192)]
     + [case(*WIDE[1], 64)]  # the other is among OTHERS
     + [case(4128, 4096, m, group_size=32) for m in (1, 16)],
+    "layers": [case(k, n, m, dtype="float32") for k, n in LAYERS for m in (8, 16, 64, 256, 1024, 4096)]
+    + [case(k, n, 32 * 56 * 56, dtype="float32", group_size=64) for k, n in ((64, 256), (256, 64))],
     "batch": [case(4096, 4096, m) | {"batch": 8} for m in (1, 8, 16, 64)],
     "scales": [
         case(8192, 8192, m, mode=mode) | {"scale_dtype": scale_dtype}
@@ -152,9 +166,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_suites(parser, SUITES, [suite for suite in SUITES if suite not in FILES])
     add_timing(parser, rounds=3, calls=15)
+    add_precision(parser)
     add_results(parser, None, where="h100-matmul.json beside this script; suites of their own have others")
     args = parser.parse_args()
     require_gpu("matmul.py")
+    precision = take_precision(args)
     if args.output is None:
         files = {FILES.get(suite, "h100-matmul.json") for suite in args.suite}
         if len(files) > 1:
@@ -168,7 +184,7 @@ def main() -> None:
     for options in progress(cases, label="products"):
         row = measure(options, args.rounds, args.calls, dense_cache)
         rows[tuple(row.get(i) for i in identity)] = row
-        save(args.output, list(rows.values()), args.commit)
+        save(args.output, list(rows.values()), args.commit, **precision)
     for row in rows.values():
         print(
             f"{row['k']:6} x {row['n']:6} M {row['m']:5} {row['dtype']:8} int{row['bits']} g{row['group_size']:<5} "

@@ -272,6 +272,32 @@ def widened(p: Product) -> Product:
     return wide if min(estimate(wide)) + converting < min(estimate(p)) else p
 
 
+def _in_bfloat16(p: Product) -> Product:
+    return p._replace(x_dtype=jnp.dtype(jnp.bfloat16))
+
+
+def rounded(p: Product) -> Product:
+    """A product whose float32 activations may become bfloat16, with those, where that is expected to be faster."""
+    if not p.split or not has_bf16():
+        return p
+    single = _in_bfloat16(p)
+    if not isinstance(p.m, int):
+        return single
+    rounding = _CONVERT_START + p.batch * p.m * p.k * (4 + 2) / _MEMORY
+    return single if min(estimate(single)) + rounding < min(estimate(p)) else p
+
+
+def rounded_cotangents(p: Product, *, experts: bool = False) -> Product:
+    """The same of a product with transposed weights, or, with ``experts``, of rows of ``p.batch`` of them. Few rows of
+    few weights take what a kernel takes to start (measured).
+    """
+    if not p.split or not has_bf16():
+        return p
+    few = isinstance(p.m, int) and p.m <= STREAM_TOKENS * (p.batch if experts else 1)
+    read = p.weight_bytes * (min(p.m, p.batch) / p.batch if experts and few else 1.0)
+    return p if few and not p.table and read < _APART_BYTES else _in_bfloat16(p)
+
+
 def scratch(p: Product, x_batch: int) -> int:
     """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
     if (p.split or _aligns(p)) and kernel(p) == "matmul_warpgroup":
@@ -607,6 +633,8 @@ def estimate(p: Product) -> tuple[float, float]:
     fused = math.inf if aligned is None else _warpgroup(p)
     if aligned is None or ((p.split or p.table) and aligned is p and p.m <= STREAM_TOKENS):
         fused = min(fused, _stream(p))
+    if p.split and p.m > STREAM_TOKENS:
+        fused += _SPLIT_BYTES * p.batch * p.m * p.k / _MEMORY
     fused = min(fused, _resident(p))
     if tiled_kernel(p):
         fused = min(fused, _tiled(p))
@@ -633,8 +661,6 @@ def use_kernel(p: Product) -> bool:
         return True
     if p.table and not p.split:
         if p.m > TABLE_TOKENS and p.n <= TILE_N:  # tiles would be half empty
-    if p.split and p.m > STREAM_TOKENS:
-        fused += _SPLIT_BYTES * p.batch * p.m * p.k / _MEMORY
             return False
         if p.m <= TABLE_TOKENS or tiled_kernel(p):
             return True

@@ -20,6 +20,7 @@ _LOW_ROWS, _HIGH_ROWS = 64, 128  # of a tile of ragged_warpgroup
 _OWN_EXPERTS, _OWN_IDS, _MASKED_IDS = 512, 32, 128
 _MOST_OUTPUTS = 1 << 17  # of an expert, whose strips ragged_resident counts as floats
 _MOST_ATOMS = 1 << 21  # and matmul_decode strips of 16 outputs, times CTAs
+_ROUNDED_ROWS_OF_EXPERT = 2  # up to which rounding them first gains nothing (measured)
 # Bytes of shared memory of matmul_decode: digits of 128 inputs, each of their sums, sums of outputs, and static ones.
 _DIGITS, _SUMS, _PARTIAL, _STATIC = 1216, 32, 4096, 128
 
@@ -44,6 +45,12 @@ def widened(p: Product, *, ids: bool) -> Product:
         return p
     wide = _cuda_dispatch.with_float32_parameters(p)
     return wide if (kernel(p, ids=ids), kernel(wide, ids=ids)) == ("matmul_stream", "ragged_tiled") else p
+
+
+def rounded(p: Product) -> Product:
+    """As ``_cuda_dispatch.rounded``: from two rows for each expert on, below which both are bound by the weights."""
+    few = isinstance(p.m, int) and p.m <= _ROUNDED_ROWS_OF_EXPERT * p.batch
+    return p if few or not p.split or not _cuda_dispatch.has_bf16() else p._replace(x_dtype=jnp.dtype(jnp.bfloat16))
 
 
 def rounds_weights(p: Product, *, ids: bool) -> bool:

@@ -23,6 +23,7 @@ from jax_wonly._wrapped import WrappedTensor
 from jax_wonly.primitives import activations as activations_primitive
 from jax_wonly.primitives import experts as experts_primitive
 from jax_wonly.primitives import matmul as matmul_primitive
+from jax_wonly.primitives._common import may_round
 
 PLATFORMS = ("cpu", "cuda", "tpu", "rocm")
 EXPERTS = (False, True, "ids", "sizes")
@@ -44,6 +45,7 @@ class Explanation:
         outputs each, on CPUs the instruction set; None without one.
       rounds_weights: whether weights are rounded to 16 bits, the type of x, before they are multiplied; None where that
         is not known: gradients and quantized activations.
+      rounds_x: whether float32 x is rounded to bfloat16 first, as a ``precision`` of ``"default"`` allows.
       targets: the custom calls of the program.
       reason: why this path.
       dtype: of the activations.
@@ -71,6 +73,7 @@ class Explanation:
     path: str
     kernel: str | None
     rounds_weights: bool | None
+    rounds_x: bool
     targets: tuple[str, ...]
     reason: str
     dtype: str
@@ -111,10 +114,12 @@ class Explanation:
 
     def __repr__(self) -> str:
         lead = f"{self.batch} x " if self.batch > 1 else ""
-        rounded = f", weights rounded to {self.dtype}" if self.rounds_weights else ""
+        to = "bfloat16" if self.rounds_x else self.dtype
+        operands = [name for name, rounds in (("x", self.rounds_x), ("weights", self.rounds_weights)) if rounds]
+        rounded = f", {' and '.join(operands)} rounded to {to}" if operands else ""
         path = {
             "kernel": f"fused kernel{f' ({self.kernel}{rounded})' if self.kernel else ''}",
-            "dequantize": "dequantize, then XLA's dense product",
+            "dequantize": f"dequantize, then XLA's dense product{', x rounded to bfloat16' if self.rounds_x else ''}",
             "xla": "XLA's operations",
         }[self.path]
         calls = f"; calls {', '.join(self.targets)}" if self.targets else ""
@@ -159,6 +164,7 @@ def explain(
     transpose: bool = False,
     experts: bool | str = False,
     activation_quantization=None,
+    precision=None,
 ) -> Explanation:
     """Says which kernel or other path ``matmul(x, qt)`` takes, and why, with the bytes and operations behind it.
 
@@ -176,6 +182,7 @@ def explain(
         of x ``[..., K]`` with an id for each row, ``"sizes"`` for ``ragged_dot`` of x ``[M, K]``. The rows are taken to
         belong to as many experts as they can.
       activation_quantization: as in :func:`jax_wonly.matmul`: explain the product of x quantized first.
+      precision: as in :func:`jax_wonly.matmul`.
 
     Raises:
       TypeError: an argument has a wrong type or dtype.
@@ -220,6 +227,7 @@ def explain(
         experts=experts,
         implementation=implementation,
         activation_quantization=activation_quantization,
+        precision=precision,
     )
 
     lead = weight.shape[:-2]
@@ -238,20 +246,27 @@ def explain(
     shift = weight.zeros if weight.offsets is None else weight.offsets
     mode = shift_mode_of(weight.zeros, weight.offsets) if weight.table is None else ShiftMode.TABLE
     kernel = kernel_us = dequantize_us = None
-    rounds = None if transpose or activation_quantization is not None else x.dtype.itemsize == 2
     scale_dtype, shift_dtype = weight.scales.dtype, getattr(shift, "dtype", None)
     if not transpose:
         scale_dtype, shift_dtype = _cuda_dispatch.parameter_types(scale_dtype, shift_dtype)
     types = (x.dtype, scale_dtype, mode, shift_dtype)
     product = _cuda_dispatch.Product(m, k, n, batch, bits, *types, groups=weight.scales.shape[-2])
     ids = experts != "sizes"
+    native = platform == "cuda" and not why and implementation != "dequantize"
+    if native and may_round(x.dtype, bound.params["params"].precision) and activation_quantization is None:
+        if transpose:
+            product = _cuda_dispatch.rounded_cotangents(product, experts=bool(experts))
+        else:
+            product = _cuda_experts.rounded(product) if experts else _cuda_dispatch.rounded(product)
+    rounds_x = product.x_dtype != x.dtype
+    rounds = None if transpose or activation_quantization is not None else x.dtype.itemsize == 2 or rounds_x
     if platform == "cuda" and _abi.RAGGED_MATMUL in targets:
         product = _cuda_experts.widened(product, ids=ids)
         kernel = _cuda_experts.kernel(product, ids=ids)
         rounds = _cuda_experts.rounds_weights(product, ids=ids)
     elif platform == "cuda" and _abi.RAGGED_MATMUL_TRANSPOSED in targets:
         kernel = _cuda_experts.transposed_kernel(product)
-    elif platform == "cuda" and not (experts or transpose) and _cuda_dispatch.has_kernels(x.dtype):
+    elif platform == "cuda" and not (experts or transpose) and _cuda_dispatch.has_kernels(product.x_dtype):
         if activation_quantization is None:
             product = _cuda_dispatch.widened(_cuda_dispatch.whole_inputs(product, forced=implementation == "cuda"))
         kernel_us, dequantize_us = _cuda_dispatch.estimate(product)
@@ -275,6 +290,7 @@ def explain(
         device=_device(platform),
         path=path,
         kernel=kernel if path == "kernel" else None,
+        rounds_x=rounds_x,
         rounds_weights=rounds and not (platform == "cpu" and path == "kernel"),
         targets=targets,
         reason=why
@@ -351,16 +367,19 @@ def _bound(
     experts: bool | str,
     implementation: str | None,
     activation_quantization,
+    precision,
 ):
     """The equation of the primitive that the public product is traced to, which checks the operands."""
     primal = jax.ShapeDtypeStruct((*x.shape[:-1], weight.k), x.dtype)
 
+    options: dict[str, Any] = {"implementation": implementation, "precision": precision}
+
     def product(x, qt):
         if experts == "sizes":
-            return ragged_dot(x, qt, jnp.zeros(weight.shape[0], jnp.int32), implementation=implementation)
+            return ragged_dot(x, qt, jnp.zeros(weight.shape[0], jnp.int32), **options)
         if experts:
-            return gather_matmul(x, qt, jnp.zeros(x.shape[:-1], jnp.int32), implementation=implementation)
-        return matmul(x, qt, implementation=implementation, activation_quantization=activation_quantization)
+            return gather_matmul(x, qt, jnp.zeros(x.shape[:-1], jnp.int32), **options)
+        return matmul(x, qt, activation_quantization=activation_quantization, **options)
 
     def gradient(dy, qt):
         return jax.linear_transpose(lambda x: product(x, qt), primal)(dy)[0]

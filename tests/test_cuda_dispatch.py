@@ -302,6 +302,60 @@ def test_float32(monkeypatch, warpgroups):
             assert 3 * fused < dense
 
 
+def test_rounded_activations(monkeypatch, warpgroups):
+    """float32 activations become bfloat16 where that is allowed and saves time, on GPUs that multiply those."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    size, single, half = 8192, jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+
+    def product(m, k=size, n=size, batch=1, mode=ShiftMode.NONE, shift=None, x=single):
+        return Product(m, k, n, batch, 4, x, half, mode, shift, groups=k // 128)
+
+    def rounds(*args, transpose=False, experts=False, **kwargs):
+        p = product(*args, **kwargs)
+        if transpose:
+            found = _cuda_dispatch.rounded_cotangents(p, experts=experts)
+        else:
+            found = _cuda_experts.rounded(p) if experts else _cuda_dispatch.rounded(p)
+        assert found._replace(x_dtype=p.x_dtype) == p and found.x_dtype in (p.x_dtype, half)
+        return found.x_dtype == half
+
+    assert all(rounds(m) for m in (16, 64, 256, 8192)) and rounds(4096, 768, 3072) and rounds(export_symbol())
+    if warpgroups:
+        assert not any(rounds(m, k, n) for m in (1, 2) for k, n in ((size, size), (1024, 4096)))
+        assert rounds(8, 4096, 14336) and not rounds(8, 768, 3072)
+        assert rounds(1, mode=ShiftMode.TABLE, shift=single) and not rounds(
+            1, 768, 768, mode=ShiftMode.OFFSETS, shift=half
+        )
+    of_rows = {"transpose": True}
+    assert rounds(1, **of_rows) and rounds(17, 64, 64, **of_rows) and rounds(export_symbol(), **of_rows)
+    assert not any(rounds(m, 4096, 4096, **of_rows) for m in (1, 16))
+    assert rounds(1, 64, 64, mode=ShiftMode.TABLE, shift=single, **of_rows)
+    many = {"batch": 128, "experts": True}
+    assert [rounds(m, 2048, 1536, **many) for m in (1, 256, 257, 8192)] == [False, False, True, True]
+    assert [rounds(m, 2048, 1536, **many, **of_rows) for m in (1, 4, 16, 2048, 2049)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert [rounds(m, 64, 64, **many, **of_rows) for m in (2048, 2049)] == [False, True]
+    for gpu, there in ((("8.0", 108), True), (("7.5", 40), False)):
+        monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda gpu=gpu: gpu)
+        assert rounds(1024) == rounds(1024, **of_rows) == rounds(1024, batch=8, experts=True) == there
+        assert rounds(1024, batch=8, experts=True, **of_rows) == there
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    for x in (jnp.dtype(jnp.float16), half):
+        p = product(1024, x=x)
+        assert _cuda_dispatch.rounded(p) == _cuda_dispatch.rounded_cotangents(p) == _cuda_experts.rounded(p) == p
+
+
+def export_symbol():
+    from jax import export
+
+    return export.symbolic_shape("m")[0]
+
+
 def test_float_shifts_of_float32(warpgroups):
     """Of products by the kernels that have integer ones, and of gradients apart where those are faster."""
 

@@ -198,6 +198,38 @@ def test_kernels_on_cuda(monkeypatch):
     assert kernel(40, dtype=jnp.float16) == "matmul_stream"
 
 
+def test_rounded_activations(monkeypatch):
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    monkeypatch.setattr(jw._explain._ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+
+    def found(m, precision="default", platform="cuda", k=8192, dtype=jnp.float32, lead=(), **options):
+        return jw.explain(
+            STRUCT((m, k), dtype), shapes_of(k, 8192, lead), platform=platform, precision=precision, **options
+        )
+
+    many = found(4096)
+    assert many.rounds_x and many.rounds_weights and many.kernel == "matmul_tiled" and many.dtype == "float32"
+    assert "matmul_tiled, x and weights rounded to bfloat16" in repr(many) and many.to_dict()["rounds_x"]
+    few = found(16)
+    assert few.rounds_x and not few.rounds_weights and "resident, x rounded to bfloat16" in repr(few)
+    for other in (
+        found(1),
+        found(4096, None),
+        found(4096, "high"),
+        found(4096, platform="cpu"),
+        found(64, dtype="bfloat16"),
+    ):
+        assert not other.rounds_x and "x rounded" not in repr(other)
+    assert not found(4096, implementation="xla").rounds_x and not found(4096, implementation="dequantize").rounds_x
+    assert found(4096, transpose=True).rounds_x and not found(4096, None, transpose=True).rounds_x
+    experts = {"lead": (8,), "experts": "sizes"}
+    assert [found(m, **experts).rounds_x for m in (8, 4096)] == [False, True]
+    assert found(8, **experts, transpose=True).rounds_x
+    assert [found(m, **experts).kernel for m in (8, 4096)] == ["ragged_resident", "ragged_tiled"]
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
+    assert not found(4096).rounds_x and found(4096).path == "dequantize"
+
+
 def test_experts_on_cuda(monkeypatch):
     """One case on each side of every rule of ffi/cuda/ragged_matmul.cu, and of the gradient's."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))

@@ -1,5 +1,6 @@
 """jax.export: programs made on a CPU machine for both platforms, symbolic sizes, gradients, another process."""
 
+import dataclasses
 import subprocess
 import sys
 from functools import partial
@@ -46,6 +47,57 @@ def test_types_of_parameters_on_cuda(rng, scales, zeros):
     ):
         (call,) = (line for line in text.splitlines() if "custom_call @wonly_" in line)
         assert call.count({"float32": "tensor<3x2x70xf32>", "bfloat16": "tensor<3x2x70xbf16>"}[expected]) == 2, call
+
+
+@pytest.mark.parametrize(
+    "precision", [None, "high", "default", "bfloat16", ("default", "fastest"), ("default", "high")]
+)
+def test_rounded_activations_on_cuda(rng, precision):
+    """float32 activations are rounded only where that is asked for, and results are float32 whatever happens."""
+    weight = random_weight(rng, 512, 256, group_size=128, lead=(9,)).qt
+    x, dy = (jnp.zeros((4096, size)) for size in (512, 256))
+    sizes, pixels = jnp.full(9, 455, jnp.int32), jnp.zeros((32, 14, 14, 512))
+    options = {"precision": precision, "implementation": "cuda"}
+    taps = jax.tree.map(lambda a: a.reshape(3, 3, *a.shape[1:]), weight)
+    layout = ("NHWC", "HWIO", "NHWC")
+
+    def gradient(product):
+        return lambda dy, *others: jax.linear_transpose(lambda x: product(x, *others), x)(dy)[0]
+
+    def ragged(x, qt):
+        return jw.ragged_dot(x, qt, sizes, **options)
+
+    def convolution(x, qt):
+        return jw.conv_general_dilated(x, qt, (1, 1), "SAME", dimension_numbers=layout, **options)
+
+    def of_scales(x, qt):
+        def loss(scales):
+            return jw.matmul(x, dataclasses.replace(qt, scales=scales), **options).sum()
+
+        return jax.grad(loss)(qt.scales)
+
+    def matmul(x, qt):
+        return jw.matmul(x, qt, **options)
+
+    one = weight[0]
+    products = (matmul, x, one), (gradient(matmul), dy, one), (ragged, x, weight), (gradient(ragged), dy, weight)
+    rounds = precision not in (None, "high", ("default", "high"))
+    for f, *operands in products:
+        text = exported(f, *operands, platforms=("cuda",)).mlir_module()
+        (call,) = (line for line in text.splitlines() if "custom_call @wonly_" in line)
+        rows, inputs = operands[0].shape
+        assert (f"tensor<{'1x' * (operands[1] is one)}{rows}x{inputs}xbf16>" in call) == rounds, call
+        assert "xbf16" not in call.split("->")[1]
+    if rounds:
+        text = exported(convolution, pixels, taps, platforms=("cuda",)).mlir_module()
+        (call,) = (line for line in text.splitlines() if "custom_call @wonly_" in line)
+        assert "tensor<32x14x14x512xbf16>" in call and "tensor<32x14x14x256xf32>" in call.split("->")[1]
+    else:
+        with pytest.raises(ValueError, match="no kernel for this convolution"):
+            exported(convolution, pixels, taps, platforms=("cuda",))
+    text = exported(of_scales, x, one, platforms=("cuda",)).mlir_module()
+    (call,) = (line for line in text.splitlines() if "custom_call @wonly_scales_gradient" in line)
+    assert ("tensor<1x4096x512xbf16>" in call) == rounds and ("x512xf16>" in call) != rounds
 
 
 @pytest.mark.parametrize("mode", MODES)

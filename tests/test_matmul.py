@@ -95,6 +95,13 @@ def test_high_precision_keeps_float32_weights(rng, implementation):
     assert_product(y, x, weight, out_dtype="float32")
 
 
+def test_low_precision_is_for_gpus(rng):
+    weight, x = random_weight(rng, 256, 40, group_size=128), random_x(rng, (40, 256), "float32")
+    y = jw.matmul(x, weight.qt, implementation="cpu")
+    for precision in ("default", ("default", "high"), (None, "default")):
+        np.testing.assert_array_equal(jw.matmul(x, weight.qt, precision=precision, implementation="cpu"), y)
+
+
 @pytest.mark.parametrize("implementation", ["cpu", "xla"])
 @pytest.mark.parametrize(
     ("x_lead", "weight_lead"),
@@ -261,6 +268,8 @@ ZEROS = np.zeros((4, 70), np.float32)
         ({"activation": "tanh"}, ValueError, "activation='tanh'.*accepted: None, 'relu', 'relu6', 'gelu', 'silu'"),
         ({"preferred_element_type": "int8"}, TypeError, "preferred_element_type=int8"),
         ({"precision": "most"}, ValueError, "precision='most' is not supported; accepted: None, 'default'"),
+        ({"precision": ("high", "most")}, ValueError, "precision='most' is not supported"),
+        ({"precision": ("high",) * 3}, ValueError, r"precision=\('high', 'high', 'high'\) is not supported"),
         ({"implementation": "pallas"}, ValueError, "implementation='pallas' is not supported"),
         ({"implementation": "cuda"}, ValueError, "implementation='cuda' was asked for, but .* lowered for 'cpu'"),
         (

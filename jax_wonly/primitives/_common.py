@@ -83,6 +83,11 @@ def with_types(scales: jax.Array, rest: Sequence[jax.Array], types: Sequence) ->
     return *(a.astype(dtype) for a, dtype in zip(parameters, types, strict=False)), *parameters[len(types) :]
 
 
+def may_round(dtype, precision: jax.lax.Precision | None) -> bool:
+    """Whether so little precision is asked for that float32 numbers may become bfloat16 ones on a GPU."""
+    return dtype == jnp.float32 and precision == jax.lax.Precision.DEFAULT
+
+
 def pad_last(a: jax.Array, size: int) -> jax.Array:
     """With zeros after its last axis' numbers, so that it has ``size``."""
     if a.shape[-1] == size:

@@ -30,7 +30,7 @@ from jax_wonly._table import Table, as_operand
 from jax_wonly._validate import GROUP_SIZES
 from jax_wonly.primitives import dequantize
 from jax_wonly.primitives import matmul as _matmul
-from jax_wonly.primitives._common import align_varying, make_primitive, register_lowerings
+from jax_wonly.primitives._common import align_varying, make_primitive, may_round, register_lowerings
 from jax_wonly.primitives.matmul import (
     ACTIVATIONS,
     PRODUCTS,
@@ -169,9 +169,24 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
     p = params
     if platform == "cpu" and _gathers(x, scales, p):
         return _gathered(x, qw, scales, *rest, p=p, platform=platform)
-    if platform == "cuda" and (kernel := _cuda_kernel(x, scales, split_rest(rest, p.shift_mode)[0], p)) is not None:
-        return kernel(x, qw, scales, *rest, p=p)
+    if platform == "cuda":
+        shift, _ = split_rest(rest, p.shift_mode)
+        x = _as_precise(x, scales, shift, p)
+        if (kernel := _cuda_kernel(x, scales, shift, p)) is not None:
+            return kernel(x, qw, scales, *rest, p=p)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p, platform=platform)
+
+
+def _as_precise(x, scales, shift, p: Params) -> jax.Array:
+    """Activations as precise as is asked for: rounded, where kernels take only those."""
+
+    def takes(x) -> bool:
+        return _cuda_kernel(x, scales, shift, p._replace(implementation=None)) is not None
+
+    if not may_round(x.dtype, p.precision) or p.implementation == "dequantize" or takes(x):
+        return x
+    rounded = x.astype(jnp.bfloat16)
+    return rounded if p.implementation == "cuda" or takes(rounded) else x
 
 
 def _cuda_kernel(x, scales, shift, p: Params) -> Callable[..., jax.Array] | None:

@@ -31,6 +31,7 @@ from jax_wonly.primitives._common import (
     group_sums,
     is_zero,
     make_primitive,
+    may_round,
     parameters_alike,
     register_lowerings,
     with_types,
@@ -215,6 +216,21 @@ def _widened(x, qw, scales, rows, rest, p: Params) -> tuple[jax.Array, ...]:
     return with_types(scales, rest, product.parameter_types)
 
 
+def _as_precise(x, qw, scales, rows, rest, p: Params) -> jax.Array:
+    """Activations as precise as is asked for."""
+    if not may_round(x.dtype, p.precision):
+        return x
+    from jax_wonly import _cuda_dispatch, _cuda_experts
+
+    m, _ = _result_shape(x, scales, rows, p)
+    product = product_of(m, qw.shape[0], x, scales, rest, p)
+    if p.transpose:
+        product = _cuda_dispatch.rounded_cotangents(product, experts=True)
+    else:
+        product = _cuda_experts.rounded(product)
+    return x.astype(product.x_dtype)
+
+
 def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
     if p.implementation == "dequantize":
@@ -250,6 +266,8 @@ def _evaluate(x, qw, scales, rows, *rest, params: Params, platform: str):
 
 
 def _native(x, qw, scales, rows, *rest, params: Params, platform: str):
+    if platform == "cuda" and params.implementation != "dequantize":
+        x = _as_precise(x, qw, scales, rows, rest, params)
     if _prefers_kernel(x, qw, scales, rows, params, platform):
         if platform == "cuda" and not params.transpose:
             scales, *rest = parameters_alike(scales, rest, params.shift_mode)
@@ -460,7 +478,7 @@ def _in_order(ct, x, rows, experts: int, p: Params):
 
 def _sums_gradient(inputs, outputs, limits, groups: int, n: int, p: Params):
     """``sum_m outputs (sum_k inputs)`` over the inputs of each group and the rows of each expert, f32 ``[E, G, N]``."""
-    of_sums = scales_gradient.Params(p.bits, p.k, groups, p.implementation, sums=True)
+    of_sums = scales_gradient.Params(p.bits, p.k, groups, p.implementation, sums=True, precision=p.precision)
     codes = scales_gradient.unit_codes(p.bits, p.k, n)
     return scales_gradient.scales_gradient(inputs, codes, outputs, limits, params=of_sums)
 
@@ -469,7 +487,7 @@ def _scales_cotangent(ct, x, qw, rows, shift, aval, p: Params):
     """As for a single weight, of each expert and its rows, which are put in the order of the experts first."""
     experts, groups, n = aval.shape
     operands = inputs, outputs, limits = _in_order(ct, x, rows, experts, p)
-    of_codes = scales_gradient.Params(p.bits, p.k, groups, p.implementation, p.table)
+    of_codes = scales_gradient.Params(p.bits, p.k, groups, p.implementation, p.table, precision=p.precision)
     y = scales_gradient.scales_gradient(inputs, qw, outputs, limits, params=of_codes)
     if shift:
         y = y - zeros_beyond_middle(shift[0], p.bits) * _sums_gradient(*operands, groups, n, p)

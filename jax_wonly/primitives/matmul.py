@@ -33,6 +33,7 @@ from jax_wonly.primitives._common import (
     group_sums,
     is_zero,
     make_primitive,
+    may_round,
     merge_batch,
     pad_last,
     parameters_alike,
@@ -221,16 +222,28 @@ def _native(x, qw, scales, *rest, params: Params, platform: str):
         x = _rounded(a, p, platform)
     if platform == "cuda" and not p.transpose:
         scales, *rest = parameters_alike(scales, rest, p.shift_mode)
-        if p.implementation != "dequantize":
+    if platform == "cuda" and p.implementation != "dequantize":
+        x = _as_precise(x, qw, scales, rest, p)
+        if p.transpose:
+            x, scales, *rest = _whole_outputs(x, qw, scales, rest, p)
+        else:
             p, x, scales, *rest = _for_a_kernel(x, qw, scales, rest, p)
-    if platform == "cuda" and p.transpose and p.implementation != "dequantize":
-        x, scales, *rest = _whole_outputs(x, qw, scales, rest, p)
     shift, bias = split_rest(rest, p.shift_mode)
     if _prefers_kernel(x, qw, scales, shift, p, platform):
         if shift and p.transpose and _takes_shift_apart(x, qw, scales, shift, p, platform):
             return _with_shift_apart(x, qw, scales, shift[0], p, platform)
         return _kernel(x, qw, scales, *rest, p=p, platform=platform)
     return _via_dense(dequantize.ffi_call, x, qw, scales, *rest, p=p)
+
+
+def _as_precise(x, qw, scales, rest, p: Params) -> jax.Array:
+    """Activations as precise as is asked for."""
+    if not may_round(x.dtype, p.precision):
+        return x
+    from jax_wonly import _cuda_dispatch
+
+    rounded = _cuda_dispatch.rounded_cotangents if p.transpose else _cuda_dispatch.rounded
+    return x.astype(rounded(_product(x, qw, scales, rest, p)).x_dtype)
 
 
 def _for_a_kernel(x, qw, scales, rest, p: Params):
@@ -348,7 +361,7 @@ def _scales_cotangent(ct, x, qw, shift, aval, p: Params):
     if aval.shape[0] == 1 and all(a.shape[0] == 1 for a in (qw, *shift)) and inputs.shape[0] == outputs.shape[0]:
         # All rows of the batch add up.
         inputs, outputs = (a.reshape(1, -1, a.shape[-1]) for a in (inputs, outputs))
-    of_codes = scales_gradient.Params(p.bits, p.k, groups, p.implementation, p.table)
+    of_codes = scales_gradient.Params(p.bits, p.k, groups, p.implementation, p.table, precision=p.precision)
     y = scales_gradient.scales_gradient(inputs, qw, outputs, params=of_codes)
     if shift:
         y = y - zeros_beyond_middle(shift[0], p.bits) * _sums_product(group_sums(inputs, groups), outputs)

@@ -35,6 +35,7 @@ from jax_wonly.primitives._common import (
     group_sums,
     is_zero,
     make_primitive,
+    may_round,
     merge_batch,
     pad_last,
     register_lowerings,
@@ -67,6 +68,7 @@ class Params(NamedTuple):
     table: Table | None = None
     sums: bool = False
     """Whether codes are those of ``unit_codes``, so that the sums of each group's inputs are enough."""
+    precision: lax.Precision | None = None
 
 
 def scales_gradient(x, qw, dy, *limits, params: Params) -> jax.Array:
@@ -179,6 +181,8 @@ def _native(x, qw, dy, *limits, params: Params, platform: str) -> jax.Array:
     # With zeros behind, up to whole eights: packed weights go on to whole tiles anyway.
     k, n = map(_cuda_dispatch.whole, (p.k, outputs))
     x, dy, p = pad_last(x, k), pad_last(dy, n), p._replace(k=k)
+    if may_round(jnp.promote_types(x.dtype, dy.dtype), p.precision):
+        x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     x, dy, undo = (x, dy, ()) if x.dtype == dy.dtype and x.dtype.itemsize == 2 else _as_fp16(x, dy)
     times = _PRODUCTS if undo else 1
     limits = tuple(times * a for a in limits)
@@ -382,7 +386,7 @@ def _transpose(ct, x, qw, dy, *limits, params: Params):
         "transpose": of_x,
         "k": p.k,
         "out_dtype": jnp.dtype(jnp.float32) if shared else aval.dtype,
-        "precision": None,
+        "precision": p.precision,
         "implementation": p.implementation,
         "table": p.table,
     }

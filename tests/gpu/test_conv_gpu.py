@@ -39,6 +39,29 @@ GEOMETRIES = {
 }
 
 
+@pytest.mark.parametrize(("k", "groups", "rounds"), [(64, 1, True), (1, 64, False), (8, 8, True), (3, 1, False)])
+def test_rounded_activations(rng, k, groups, rounds):
+    """With the default precision of float32 convolutions the kernels of bfloat16 ones, where there are no others."""
+    weight = random_weight(rng, k, 64, group_size=None, scale_dtype="bfloat16", lead=(3, 3)).qt
+    x = random_x(rng, (2, 12, 12, k * groups))
+
+    def conv(x, **options):
+        layout = ("NHWC", "HWIO", "NHWC")
+        options = {"padding": "SAME", "dimension_numbers": layout, "feature_group_count": groups} | options
+        return jw.conv_general_dilated(x, weight, (1, 1), **options)
+
+    y, exact = conv(x, precision="default"), conv(x)
+    assert y.dtype == jnp.float32
+    error = np.abs(y - exact).max() / np.abs(exact).max()
+    assert error < 2.0**-7
+    if rounds:
+        rounded = conv(x.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+        np.testing.assert_array_equal(y, rounded)
+        assert error > 2.0**-14
+    elif groups > 1:
+        np.testing.assert_array_equal(y, exact)
+
+
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 def test_kernel(rng, geometry, x_dtype):

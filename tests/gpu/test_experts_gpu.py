@@ -259,6 +259,29 @@ def test_scales_of_the_other_type(rng, mode, dtype):
         assert jw.explain(x, weight.qt, experts=True, platform="cuda").kernel == "ragged_tiled"
 
 
+@pytest.mark.parametrize("mode", [*MODES, "table"])
+def test_rounded_activations(rng, mode):
+    """With the default precision of float32 products those of bfloat16, where that is faster, to the bit."""
+    weight = random_weight(rng, 256, 272, group_size=64, mode=mode, lead=(5,))
+    for rows in (4, 30, 900):
+        sizes, ids = sizes_of(rng, 5, rows)
+        sizes, ids = jnp.asarray(sizes), jnp.asarray(ids)
+        x = random_x(rng, (rows, 256))
+        for product, of_rows in ((jw.ragged_dot, sizes), (lambda x, qt, i, **o: jw.gather_matmul(x, qt, i, **o), ids)):
+            y = product(x, weight.qt, of_rows, precision="default")
+            used = x.astype(jnp.bfloat16) if rows > 10 else x
+            np.testing.assert_array_equal(y, product(used, weight.qt, of_rows, preferred_element_type=jnp.float32))
+            assert np.array_equal(y, product(x, weight.qt, of_rows)) == (rows == 4)
+        dy = random_x(rng, (rows, 272))
+        dx, exact = (
+            jax.vjp(lambda x, p=p, s=sizes: jw.ragged_dot(x, weight.qt, s, precision=p), x)[1](dy)[0]
+            for p in ("default", None)
+        )
+        error = np.abs(dx - exact).max() / np.abs(exact).max()
+        rounds = rows == 900 or mode == "table"
+        assert (error > 2.0**-12) == rounds and error < 2.0**-7
+
+
 def test_scales_of_any_size(rng):
     """Groups without weight, and with far larger or smaller ones than their neighbours."""
     weight = random_weight(rng, 1024, 64, group_size=128, mode="integer_zeros", lead=(2,))

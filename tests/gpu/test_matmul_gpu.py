@@ -66,7 +66,7 @@ def test_rows(rng, m, x_dtype, implementation):
 
 @pytest.mark.parametrize("group_size", [32, 64, 128, 256, None])
 @pytest.mark.parametrize(("bits", "mode"), [*((bits, mode) for bits in (4, 8) for mode in MODES), (4, "table")])
-def test_float32_in_pieces(rng, bits, mode, group_size):
+def test_float32_in_pieces(rng, monkeypatch, bits, mode, group_size):
     """As exact as float32, of one weight and of several, in more rows than are taken at a time, infinities and all."""
     monkeypatch.setattr(_abi, "SPLIT_WORDS", int(rng.choice([0, _abi.SPLIT_WORDS])))  # 512 rows at a time, or all
     k, n = {32: 1120, 64: 1216, 128: 1152, 256: 1280, None: 1000}[group_size], 272
@@ -428,6 +428,40 @@ def test_scan_and_repeated_runs(rng):
         np.testing.assert_allclose(
             np.asarray(scanned(x, weight.qt)).astype(np.float32), first, atol=0.02 * np.abs(first).max()
         )
+
+
+@pytest.mark.parametrize("implementation", [None, "cuda"])
+@pytest.mark.parametrize("mode", [*MODES, "table"])
+def test_rounded_activations(rng, mode, implementation):
+    """With the default precision of float32 products those of bfloat16, where that is faster, to the bit."""
+    differ = 0
+    for k, n, m in (64, 70, 3), (512, 1000, 24), (2048, 2056, 8), (1001, 264, 600), (4096, 512, 2000):
+        group_size = [32, 64, 128, None][int(rng.integers(4))] if k % 128 == 0 else None
+        scheme = {"mode": mode, "group_size": group_size, "scale_dtype": str(rng.choice(list(DTYPES)))}
+        weight = random_weight(rng, k, n, bits=4 if mode == "table" else int(rng.choice([4, 8])), **scheme)
+        x = random_x(rng, (m, k))
+        options = {"implementation": implementation, "activation": "silu", "bias": random_x(rng, (n,))}
+        y = jw.matmul(x, weight.qt, precision="default", **options)
+        rounds = jw.explain(x, weight.qt, precision="default", implementation=implementation).rounds_x
+        used = x.astype(jnp.bfloat16) if rounds else x
+        expected = jw.matmul(used, weight.qt, preferred_element_type=jnp.float32, **options)
+        assert y.dtype == jnp.float32
+        np.testing.assert_array_equal(y, expected)
+        differ += not np.array_equal(y, jw.matmul(x, weight.qt, **options))
+
+        dy = random_x(rng, (m, n))
+        dx = jax.vjp(lambda x, w: jw.matmul(x, w, precision="default", implementation=implementation), x, weight.qt)[1]
+        rounds = jw.explain(dy, weight.qt, precision="default", implementation=implementation, transpose=True).rounds_x
+        used = dy.astype(jnp.bfloat16) if rounds else dy
+
+        def of_x(x, dtype=used.dtype, qt=weight.qt):
+            return jw.matmul(x.astype(dtype), qt, implementation=implementation)
+
+        expected = jax.linear_transpose(of_x, x)(used)[0]
+        error = np.abs(dx(dy)[0] - expected).max() / np.abs(expected).max()
+        assert error < (2.0**-8 if rounds else 2.0**-20)  # the sums of the expected ones are rounded themselves
+        differ += bool(rounds)
+    assert differ >= 4
 
 
 def test_float32_is_not_tf32(rng):
