@@ -9,6 +9,7 @@
     python benchmarks/matmul.py --suite few       heads of few outputs, into a file of its own
     python benchmarks/matmul.py --suite odd       numbers of outputs that are no multiple of 8, into a file of its own
     python benchmarks/matmul.py --suite float32 layers [--precision default]     float32, into a file of their own
+    python benchmarks/matmul.py --suite wide    float32 results of bfloat16 activations, into a file of its own
     python benchmarks/matmul.py --suite xla     beside XLA's product of the same codes, into a file of its own
     python benchmarks/matmul.py --suite other_architectures     into a file of its own, of a build that takes the
         kernels of another architecture (CMake's -DWONLY_CUDA_DISPATCH=80)
@@ -47,6 +48,7 @@ FILES = {
     "odd": "h100-odd.json",
     "scales": "h100-scales.json",
     "small": "h100-small.json",
+    "wide": "h100-wide.json",
     "xla": "h100-xla.json",
     "other_architectures": "h100-sm80.json",
 }
@@ -114,6 +116,12 @@ SUITES = {
     + [case(4128, 4096, m, group_size=32) for m in (1, 16)],
     "layers": [case(k, n, m, dtype="float32") for k, n in LAYERS for m in (8, 16, 64, 256, 1024, 4096)]
     + [case(k, n, 32 * 56 * 56, dtype="float32", group_size=64) for k, n in ((64, 256), (256, 64))],
+    "wide": [
+        case(k, n, m) | {"result": "float32"}
+        for k, n in (*LAYERS, TABLE[1], (4096, 128256))
+        for m in (1, 64, 256, 1024, 4096)
+        if m * n < 1 << 28
+    ],
     "batch": [case(4096, 4096, m) | {"batch": 8} for m in (1, 8, 16, 64)],
     "scales": [
         case(8192, 8192, m, mode=mode) | {"scale_dtype": scale_dtype}
@@ -177,7 +185,7 @@ def main() -> None:
             parser.error(f"--suite: {', '.join(args.suite)} have results in several files; accepted: those of one")
         args.output = RESULTS / files.pop()
 
-    identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m", "batch", "scales")
+    identity = ("op", "dtype", "bits", "group_size", "zeros", "k", "n", "m", "batch", "scales", "result")
     rows = kept_rows(args.output, args.append, identity)
     cases = [options for suite in args.suite for options in SUITES[suite]]
     dense_cache: dict = {}

@@ -198,11 +198,12 @@ class Product:
         batch: int = 1,
         implementation: str | None = None,
         scale_dtype: Any = None,
+        result: Any = None,
     ):
         """``copies`` says for a number of bytes how many weights take turns; ``dense_cache`` keeps those of a shape.
         ``batch`` weights, each with its own activations, are one product; ``implementation`` as in ``matmul``.
         ``scale_dtype``: of scales, and of zeros and offsets that are no integers; None: of 16 bits on GPUs, ``dtype``
-        elsewhere."""
+        elsewhere. ``result``: the type of the results, if not ``dtype``."""
         dtype = jnp.dtype(dtype)
         key, counter = jax.random.key(m), itertools.count()
 
@@ -230,10 +231,12 @@ class Product:
         quantized = dense_cache[quantized_key]
         first = quantized[0]
         xs = [random((*lead, m, k)) for _ in range(2)]
-        self.moved = first.nbytes + batch * (m * k + m * n) * dtype.itemsize
-        ours = partial(matmul, implementation=implementation)
+        result = dtype if result is None else jnp.dtype(result)
+        self.moved = first.nbytes + batch * (m * k * dtype.itemsize + m * n * result.itemsize)
+        ours = partial(matmul, implementation=implementation, preferred_element_type=result)
         self.ours = Calls(ours, [(xs[i % 2], qt) for i, qt in enumerate(quantized)])
-        self.dense = Calls(jnp.matmul, [(xs[i % 2], w) for i, w in enumerate(dense)])
+        of_dense = partial(jnp.matmul, preferred_element_type=result)
+        self.dense = Calls(of_dense, [(xs[i % 2], w) for i, w in enumerate(dense)])
         self.xla: Calls | None = None
         if xla:
             size = group_size or k
@@ -256,6 +259,8 @@ class Product:
         }
         if scale_dtype is not None:
             self.facts["scales"] = of_scales.name
+        if result != dtype:
+            self.facts["result"] = result.name
         if batch > 1:
             self.facts |= {"op": "batched_matmul", "batch": batch}
 

@@ -139,6 +139,12 @@ struct AnyRow {
   }
 };
 
+// Where a column's float32 results go: row `place` of the result, and what multiplies their sums.
+struct Column {
+  int place;
+  float factor;
+};
+
 // A thread of one of kCount warpgroups that multiply. Its sums of columns 8j .. 8j + 7 (rows of the result) are 4j ..
 // 4j + 3: of columns 2t and 2t + 1 of those for output row(), then for row() + 8.
 template <int kCount>
@@ -234,6 +240,28 @@ struct ConsumerOf {
         ptx::store_in_row(to, place, row_bytes, mine[i * 128], base + i * 16 < mine_to && (!kHoles || place >= 0));
       }
       if (whole) chunks += kRows * 8, mine += kRows * 8;
+    }
+  }
+
+  // The same of sums that leave as float32, straight from the registers: eight lanes write 32 bytes of a row, which is
+  // as many as the memory takes at once. column_of(j, c): of column 8 j + 2 t + c, t the thread's number of four.
+  template <int kColumns, typename ColumnOf>
+  __device__ __forceinline__ void store_wide(const float (&sums)[kColumns / 2], const float (&bias)[2], int outputs,
+                                             float* y, int64_t n0, int rows, ColumnOf&& column_of) const {
+    const int n = static_cast<int>(n0) + row();
+    float* to = y + n;
+    ptx::keep(to);
+    // Columns that this thread may store end before, less its own of eight.
+    const int left = rows - lane() % 4 * 2, end = n < outputs ? left : 0, second_end = n + 8 < outputs ? left : 0;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      if (j * 8 >= rows) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const Column of = column_of(j, c);
+        ptx::store_two_in_row(to, of.place, outputs * 4, fmaf(sums[4 * j + c], of.factor, bias[0]),
+                              fmaf(sums[4 * j + 2 + c], of.factor, bias[1]), j * 8 + c, end, second_end);
+      }
     }
   }
 

@@ -500,6 +500,13 @@ __device__ __forceinline__ bool rounds_sums(const MatmulArgs& args) {
   return kMay && args.activation == Activation::kNone && args.y_dtype == args.x_dtype;
 }
 
+// Whether they are float32, and leave straight from the registers of CTAs that have all inputs.
+template <typename S>
+__device__ __forceinline__ bool stores_wide(const MatmulArgs& args, int cluster) {
+  constexpr bool kMay = !S::Source::kWindows && !S::kSums && !S::kRepeats;
+  return kMay && cluster == 1 && args.activation == Activation::kNone && args.y_dtype == DType::kF32;
+}
+
 // Of one cluster's CTAs, or of two where teams share a tile's inputs, what a CTA finishes: the tokens of its blocks, of
 // those from m0 on, and all outputs of the tile, from n0 on.
 struct Share {
@@ -1376,9 +1383,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     // of the tokens that it finishes, as the accumulators of a warp lie.
     const Blocks blocks(params, cluster, rank, token_blocks);
     if (threadIdx.x == 0) ptx::barrier_expect(received, (cluster - 1) * blocks.mine * S::kRows * 8 * 4);
-    const bool lines = rounds_sums<S>(args);
+    const bool wide = stores_wide<S>(args, cluster), lines = rounds_sums<S>(args);
     float bias[2] = {};
-    if (lines && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
+    if ((wide || lines) && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
     int staged_at = 0;
     if (lines && cluster == 1) {
       // Whose results are those of all inputs does not wait for others' last products: it stages them in the last stage
@@ -1388,6 +1395,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       if (ended.handed_stages + ended.stages >= back) ptx::barrier_wait(empty + read.slot, read.phase);
       staged_at = read.slot * S::kStageBytes + warpgroup % 2 * S::kResultBytes;
       if (paired) ptx::cluster_arrive();
+    } else if (wide) {
+      if (paired) ptx::cluster_arrive();
     } else if (cluster > 1 || paired) {
       ptx::cluster_meet();
     } else {
@@ -1395,6 +1404,27 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     // Made where it is used: what the others of a cluster wait for does not wait for it.
     const auto y = [&] { return static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n; };
+    if (wide) {
+      // What undoes the powers of two of float32 activations: each lane's of every 32, all on their way at once.
+      float powers[(S::kTokens + 31) / 32];
+      if constexpr (S::Source::kPieces > 1) {
+        ptx::wait_for_last_kernel();  // which makes them
+        const float* const from = params.powers + (args.x_batch_stride == 0 ? 0 : batch * args.m) + m0;
+#pragma unroll
+        for (int i = 0; i < (S::kTokens + 31) / 32; ++i) powers[i] = from[min(32 * i + lane, tokens - 1)];
+      }
+      me.template store_wide<S::kTokens>(acc, bias, static_cast<int>(args.n),
+                                         static_cast<float*>(args.y) + (batch * args.m + m0) * args.n,
+                                         n0 + warpgroup * kTileN, tokens, [&](int j, int c) {
+                                           const int token = j * 8 + t * 2 + c;
+                                           float factor = kUnscale;
+                                           if constexpr (S::Source::kPieces > 1)
+                                             factor = __shfl_sync(0xffffffffu, powers[j / 4], token % 32);
+                                           return tiles::Column{token, factor};
+                                         });
+      if (paired) ptx::cluster_wait();
+      return;
+    }
     if (lines && cluster == 1) {
       store_rows<X, S::kTokens>(me, acc, kUnscale, bias, 1, 0, tokens, ring + staged_at, y(), n0 + warpgroup * kTileN,
                                 static_cast<int>(args.n));
@@ -1436,7 +1466,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
                                                                 static_cast<int>(args.n));
     }
   }
-  if (rounds_sums<S>(args) || (S::kEven && work_again().stages == 0)) return;
+  if (rounds_sums<S>(args) || stores_wide<S>(args, cluster) || (S::kEven && work_again().stages == 0)) return;
   ptx::barrier_wait(received, 0);
   if (S::Source::kPieces > 1) ptx::wait_for_last_kernel();  // whose powers of two this thread reads
   const Share own = own_share();

@@ -11,6 +11,17 @@
 
 namespace wonly::ptx {
 
+// Two floats, eight apart, to row `row` of those of `row_bytes` from `to` on, if `at` is below `end` and `second_end`:
+// as store_in_row.
+__device__ __forceinline__ void store_two_in_row(float* to, int row, int row_bytes, float first, float second, int at,
+                                                 int end, int second_end) {
+  asm volatile(
+      "{\n.reg .pred first, second;\n.reg .b64 to;\nsetp.lt.s32 first, %5, %6;\nsetp.lt.s32 second, %5, %7;\n"
+      "mad.wide.s32 to, %1, %2, %0;\n@first st.global.f32 [to], %3;\n@second st.global.f32 [to+32], %4;\n}\n" ::"l"(to),
+      "r"(row), "r"(row_bytes), "f"(first), "f"(second), "r"(at), "r"(end), "r"(second_end)
+      : "memory");
+}
+
 // Of a warp, when it is done with a slot. One lane speaks for all, after the warp has synchronised; racecheck takes
 // only what a lane itself arrives for as ordered, so tests/reliability/sanitize_gpu.py has each of them arrive.
 #ifdef WONLY_EVERY_LANE_ARRIVES
@@ -282,6 +293,7 @@ __device__ __forceinline__ void keep(T (&registers)[kCount]) {
     }
   }
 }
+__device__ __forceinline__ void keep(float*& pointer) { asm volatile("" : "+l"(pointer)::"memory"); }
 
 // B operand of wgmma: rows of 64 16-bit numbers along the inputs (128 bytes, swizzled by 128), 8 rows every 1024 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(const void* shared) {

@@ -625,6 +625,28 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
                                                              [&](int i) { return places[i]; });
       return;
     }
+    if (!S::kRepeats && args.activation == Activation::kNone && args.y_dtype == DType::kF32) {
+      float bias[2] = {};
+      if (args.has_bias) Base::load_bias(args, tile.expert, n0, bias);
+      constexpr int kOfLane = S::kTileRows / 32;
+      int places[kOfLane];  // all on their way at once
+      float powers[kOfLane] = {};
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) {
+        const int at = tile.first + min(32 * i + Base::lane(), tile.rows - 1);
+        places[i] = plan.row(at);
+        if (S::kPieces > 1) powers[i] = params.powers[at];
+      }
+      const auto column_of = [&](int j, int c) {
+        const int from = j % 4 * 8 + Base::lane() % 4 * 2 + c;
+        tiles::Column column{__shfl_sync(0xffffffffu, places[j / 4], from), kUnscale};
+        if constexpr (S::kPieces > 1) column.factor = __shfl_sync(0xffffffffu, powers[j / 4], from);
+        return column;
+      };
+      Base::template store_wide<S::kTileRows>(acc, bias, static_cast<int>(args.n), static_cast<float*>(args.y), n0,
+                                              tile.rows, column_of);
+      return;
+    }
     const auto sums = [&](int i) { return make_float2(acc[i] * kUnscale, acc[i + 1] * kUnscale); };
     const Finish of(args, tile.expert);
     Base::template store<S::kTileRows, kStagedRows>(

@@ -439,6 +439,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     float* const staged =
         reinterpret_cast<float*>(shared + S::kStagedAt) + me.warpgroup * kStagedRows * tiles::kStagedStride;
     const bool plain = args.y_dtype == args.x_dtype && (!Source::kLoadsRows || args.n % 8 == 0);
+    const bool wide = args.y_dtype == DType::kF32 && args.activation == Activation::kNone;
     // Where this lane's words are in a stage, and the factors of its outputs for each half, which may be the same.
     const int own_factors = S::kAffineAt + (me.warpgroup * kTileN + me.row()) * static_cast<int>(sizeof(Affine));
     const int second_half = params.log2_group_blocks == 0 ? kOutputs * static_cast<int>(sizeof(Affine)) : 0;
@@ -578,9 +579,28 @@ __global__ void __launch_bounds__(kThreads, 1)
     const auto finish_tile = [&](const typename Source::Tile& tile, float (&acc)[kTileRows / 2], bool last) {
       const int64_t n0 = tile.n0 + me.warpgroup * kTileN;
       if (n0 >= args.n || !source.gather(tile, me, acc)) return;
+      float bias[2] = {};
+      if ((plain || wide) && args.has_bias) me.load_bias(args, tile.weights, n0, bias);
+      if (wide) {
+        int places[kTileRows / 32];  // each lane's, all on their way at once, where they are loads
+        if constexpr (Source::kLoadsRows) {
+#pragma unroll
+          for (int i = 0; i < kTileRows / 32; ++i) {
+            places[i] = static_cast<int>(source.row(tile, min(32 * i + lane, tile.rows - 1)));
+          }
+        }
+        float* const y = static_cast<float*>(args.y) + tile.weights * args.m * args.n;
+        me.store_wide<kTileRows>(acc, bias, static_cast<int>(args.n), y, n0, tile.rows, [&](int j, int c) {
+          const int column = j * 8 + lane % 4 * 2 + c;
+          if constexpr (Source::kLoadsRows) {
+            return tiles::Column{__shfl_sync(0xffffffffu, places[j / 4], column % 32), 1.f / C::kUnit};
+          } else {
+            return tiles::Column{static_cast<int>(source.row(tile, column)), 1.f / C::kUnit};
+          }
+        });
+        return;
+      }
       if (plain) {
-        float bias[2] = {};
-        if (args.has_bias) me.load_bias(args, tile.weights, n0, bias);
         float unscale = 1.f / C::kUnit;
         if (__builtin_expect(args.activation != Activation::kNone, 0)) {
           // Apart from what all tiles come by, which it would cut into pieces.

@@ -260,6 +260,24 @@ def test_scales_of_the_other_type(rng, mode, dtype):
 
 
 @pytest.mark.parametrize("mode", [*MODES, "table"])
+@pytest.mark.parametrize("rows", [3, 60, 400, 1500])
+def test_wide_results(rng, rows, mode):
+    """float32 results of 16-bit rows are what 16-bit ones are rounded from, to the bit; in any order."""
+    for n in (272, 1001, 520):
+        weight = random_weight(rng, 256, n, group_size=int(rng.choice([32, 128])), mode=mode, lead=(5,))
+        sizes, ids = sizes_of(rng, 5, rows)
+        x, bias = random_x(rng, (rows, 256), "bfloat16"), random_x(rng, (5, n))
+        ids = rng.permutation(ids)
+        for product, of_rows in (jw.ragged_dot, sizes), (jw.gather_matmul, ids):
+            wide, narrow = (
+                product(x, weight.qt, jnp.asarray(of_rows), bias=bias, preferred_element_type=dtype)
+                for dtype in (jnp.float32, None)
+            )
+            np.testing.assert_array_equal(wide.astype(jnp.bfloat16), narrow)
+            assert not np.array_equal(wide, narrow.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("mode", [*MODES, "table"])
 def test_rounded_activations(rng, mode):
     """With the default precision of float32 products those of bfloat16, where that is faster, to the bit."""
     weight = random_weight(rng, 256, 272, group_size=64, mode=mode, lead=(5,))
@@ -267,7 +285,7 @@ def test_rounded_activations(rng, mode):
         sizes, ids = sizes_of(rng, 5, rows)
         sizes, ids = jnp.asarray(sizes), jnp.asarray(ids)
         x = random_x(rng, (rows, 256))
-        for product, of_rows in ((jw.ragged_dot, sizes), (lambda x, qt, i, **o: jw.gather_matmul(x, qt, i, **o), ids)):
+        for product, of_rows in ((jw.ragged_dot, sizes), (jw.gather_matmul, ids)):
             y = product(x, weight.qt, of_rows, precision="default")
             used = x.astype(jnp.bfloat16) if rows > 10 else x
             np.testing.assert_array_equal(y, product(used, weight.qt, of_rows, preferred_element_type=jnp.float32))

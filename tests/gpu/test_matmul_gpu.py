@@ -430,6 +430,26 @@ def test_scan_and_repeated_runs(rng):
         )
 
 
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mode", [*MODES, "table"])
+@pytest.mark.parametrize("m", [5, 40, 64, 130, 256, 401, 1100])
+def test_wide_results(rng, m, mode, x_dtype):
+    """float32 results of 16-bit activations are what 16-bit ones are rounded from, to the bit; of any outputs."""
+    for k, n in (512, 1001), (320, 4100), (1024, 264), (2048, 6144):
+        group_size = int(rng.choice([32, 64])) if k == 320 else [32, 64, 128, None][int(rng.integers(4))]
+        scale_dtype = str(rng.choice([x_dtype, "float32"]))
+        scheme = {"mode": mode, "group_size": group_size, "scale_dtype": scale_dtype}
+        weight = random_weight(rng, k, n, bits=4 if mode == "table" else int(rng.choice([4, 8])), **scheme)
+        x, bias = random_x(rng, (m, k), x_dtype), [None, random_x(rng, (n,))][int(rng.integers(2))]
+        wide, narrow = (
+            jw.matmul(x, weight.qt, bias=bias, preferred_element_type=dtype, implementation="cuda")
+            for dtype in (jnp.float32, None)
+        )
+        assert wide.dtype == jnp.float32 and narrow.dtype == x.dtype
+        np.testing.assert_array_equal(wide.astype(x.dtype), narrow)
+        assert not np.array_equal(wide, narrow.astype(jnp.float32))
+
+
 @pytest.mark.parametrize("implementation", [None, "cuda"])
 @pytest.mark.parametrize("mode", [*MODES, "table"])
 def test_rounded_activations(rng, mode, implementation):
