@@ -1457,6 +1457,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     }
     __syncwarp();
     if (lane < kArrivals) ptx::barrier_arrive(received);
+    __syncwarp();  // ptxas lets what follows write to registers of the whole warp (docs/performance.md, log 173)
     if (S::kShares && lines) {
       ptx::barrier_wait(received, 0);
       const bool has_last = (blocks.mine - 1) * cluster + rank == token_blocks - 1;
