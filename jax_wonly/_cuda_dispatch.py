@@ -272,30 +272,34 @@ def widened(p: Product) -> Product:
     return wide if min(estimate(wide)) + converting < min(estimate(p)) else p
 
 
-def _in_bfloat16(p: Product) -> Product:
-    return p._replace(x_dtype=jnp.dtype(jnp.bfloat16))
-
-
-def rounded(p: Product) -> Product:
-    """A product whose float32 activations may become bfloat16, with those, where that is expected to be faster."""
+def rounded(p: Product, *, transpose: bool) -> Product:
+    """A product whose float32 activations, or with transposed weights cotangents, may become bfloat16, with those,
+    where that is expected to be faster.
+    """
+    if transpose:
+        return rounded_cotangents(p, read=p.weight_bytes)
     if not p.split or not has_bf16():
         return p
-    single = _in_bfloat16(p)
+    single = in_bfloat16(p)
     if not isinstance(p.m, int):
         return single
     rounding = _CONVERT_START + p.batch * p.m * p.k * (4 + 2) / _MEMORY
     return single if min(estimate(single)) + rounding < min(estimate(p)) else p
 
 
-def rounded_cotangents(p: Product, *, experts: bool = False) -> Product:
-    """The same of a product with transposed weights, or, with ``experts``, of rows of ``p.batch`` of them. Few rows of
-    few weights take what a kernel takes to start (measured).
+def rounded_cotangents(p: Product, *, read: float, of: int = 1) -> Product:
+    """The same of a product with transposed weights, of which ``read`` bytes are read for few rows of each ``of`` of
+    them. Those of few weights take what a kernel takes to start (measured).
     """
     if not p.split or not has_bf16():
         return p
-    few = isinstance(p.m, int) and p.m <= STREAM_TOKENS * (p.batch if experts else 1)
-    read = p.weight_bytes * (min(p.m, p.batch) / p.batch if experts and few else 1.0)
-    return p if few and not p.table and read < _APART_BYTES else _in_bfloat16(p)
+    few = isinstance(p.m, int) and p.m <= STREAM_TOKENS * of
+    return p if few and not p.table and read < _APART_BYTES else in_bfloat16(p)
+
+
+def in_bfloat16(p: Product) -> Product:
+    """The same with bfloat16 activations."""
+    return p._replace(x_dtype=jnp.dtype(jnp.bfloat16))
 
 
 def scratch(p: Product, x_batch: int) -> int:

@@ -47,10 +47,15 @@ def widened(p: Product, *, ids: bool) -> Product:
     return wide if (kernel(p, ids=ids), kernel(wide, ids=ids)) == ("matmul_stream", "ragged_tiled") else p
 
 
-def rounded(p: Product) -> Product:
-    """As ``_cuda_dispatch.rounded``: from two rows for each expert on, below which both are bound by the weights."""
+def rounded(p: Product, *, transpose: bool) -> Product:
+    """As ``_cuda_dispatch.rounded``: products from two rows for each expert on, below which both are bound by the
+    weights, of which few rows read those of their experts.
+    """
+    if transpose:
+        read = p.weight_bytes * (min(p.m, p.batch) / p.batch if isinstance(p.m, int) else 1.0)
+        return _cuda_dispatch.rounded_cotangents(p, read=read, of=p.batch)
     few = isinstance(p.m, int) and p.m <= _ROUNDED_ROWS_OF_EXPERT * p.batch
-    return p if few or not p.split or not _cuda_dispatch.has_bf16() else p._replace(x_dtype=jnp.dtype(jnp.bfloat16))
+    return p if few or not p.split or not _cuda_dispatch.has_bf16() else _cuda_dispatch.in_bfloat16(p)
 
 
 def rounds_weights(p: Product, *, ids: bool) -> bool:

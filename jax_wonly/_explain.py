@@ -254,10 +254,7 @@ def explain(
     ids = experts != "sizes"
     native = platform == "cuda" and not why and implementation != "dequantize"
     if native and may_round(x.dtype, bound.params["params"].precision) and activation_quantization is None:
-        if transpose:
-            product = _cuda_dispatch.rounded_cotangents(product, experts=bool(experts))
-        else:
-            product = _cuda_experts.rounded(product) if experts else _cuda_dispatch.rounded(product)
+        product = (_cuda_experts if experts else _cuda_dispatch).rounded(product, transpose=transpose)
     rounds_x = product.x_dtype != x.dtype
     rounds = None if transpose or activation_quantization is not None else x.dtype.itemsize == 2 or rounds_x
     if platform == "cuda" and _abi.RAGGED_MATMUL in targets:

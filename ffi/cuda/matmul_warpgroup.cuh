@@ -500,11 +500,11 @@ __device__ __forceinline__ bool rounds_sums(const MatmulArgs& args) {
   return kMay && args.activation == Activation::kNone && args.y_dtype == args.x_dtype;
 }
 
-// Whether they are float32, and leave straight from the registers of CTAs that have all inputs.
+// Whether they are float32, and leave straight from the registers.
 template <typename S>
-__device__ __forceinline__ bool stores_wide(const MatmulArgs& args, int cluster) {
+__device__ __forceinline__ bool stores_wide(const MatmulArgs& args) {
   constexpr bool kMay = !S::Source::kWindows && !S::kSums && !S::kRepeats;
-  return kMay && cluster == 1 && args.activation == Activation::kNone && args.y_dtype == DType::kF32;
+  return kMay && args.activation == Activation::kNone && args.y_dtype == DType::kF32;
 }
 
 // Of one cluster's CTAs, or of two where teams share a tile's inputs, what a CTA finishes: the tokens of its blocks, of
@@ -535,10 +535,9 @@ __device__ __forceinline__ void store_rows(const tiles::ConsumerOf<kWarpgroups>&
 
 // By a warpgroup: adds up the sums of the cluster's CTAs, which the threads here hold as accumulators lie, of kMost
 // tokens at most, and stores them.
-template <typename X, int kWarpgroups, int kMost, bool kTeams>
-__device__ __forceinline__ void finish_rows(const tiles::ConsumerOf<kWarpgroups>& me, const Share& share, int rows,
-                                            const float (&bias)[2], uint8_t* ring, uint8_t* staged, uint16_t* y,
-                                            int outputs) {
+template <int kWarpgroups, int kMost, bool kTeams, typename Store>
+__device__ __forceinline__ void finish_rows(const tiles::ConsumerOf<kWarpgroups>& me, const Share& share,
+                                            const uint8_t* ring, Store&& store) {
   constexpr int kRows = kWarpgroups * kTileN;
   float sums[kMost / 2] = {};  // beyond those of this rank there are other numbers
   const float4* from = reinterpret_cast<const float4*>(ring) + threadIdx.x;
@@ -574,8 +573,7 @@ __device__ __forceinline__ void finish_rows(const tiles::ConsumerOf<kWarpgroups>
       }
     }
   }
-  store_rows<X, kMost>(me, sums, share.unscale, bias, share.cluster, share.rank, rows, staged, y,
-                       share.n0 + me.warpgroup * kTileN, outputs);
+  store(sums);
 }
 
 // What a thread finishes in turn i: four outputs of a token. first_sum: of a CTA's, every 16th.
@@ -1383,11 +1381,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     // of the tokens that it finishes, as the accumulators of a warp lie.
     const Blocks blocks(params, cluster, rank, token_blocks);
     if (threadIdx.x == 0) ptx::barrier_expect(received, (cluster - 1) * blocks.mine * S::kRows * 8 * 4);
-    const bool wide = stores_wide<S>(args, cluster), lines = rounds_sums<S>(args);
+    const bool wide = stores_wide<S>(args), lines = wide || rounds_sums<S>(args);
     float bias[2] = {};
-    if ((wide || lines) && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
+    if (lines && args.has_bias) me.load_bias(args, batch, n0 + warpgroup * kTileN, bias);
     int staged_at = 0;
-    if (lines && cluster == 1) {
+    if (wide && cluster == 1) {
+      if (paired) ptx::cluster_arrive();
+    } else if (lines && cluster == 1) {
       // Whose results are those of all inputs does not wait for others' last products: it stages them in the last stage
       // but two, where there is room for two warpgroups, or in the one after that, as soon as all have read it.
       const int back = warpgroup < 2 ? 3 : 2;
@@ -1395,39 +1395,43 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       if (ended.handed_stages + ended.stages >= back) ptx::barrier_wait(empty + read.slot, read.phase);
       staged_at = read.slot * S::kStageBytes + warpgroup % 2 * S::kResultBytes;
       if (paired) ptx::cluster_arrive();
-    } else if (wide) {
-      if (paired) ptx::cluster_arrive();
     } else if (cluster > 1 || paired) {
       ptx::cluster_meet();
     } else {
       ptx::named_sync<kAllMultiply, S::kWarpgroups * 128>();
     }
-    // Made where it is used: what the others of a cluster wait for does not wait for it.
-    const auto y = [&] { return static_cast<uint16_t*>(args.y) + (batch * args.m + m0) * args.n; };
-    if (wide) {
-      // What undoes the powers of two of float32 activations: each lane's of every 32, all on their way at once.
-      float powers[(S::kTokens + 31) / 32];
-      if constexpr (S::Source::kPieces > 1) {
-        ptx::wait_for_last_kernel();  // which makes them
-        const float* const from = params.powers + (args.x_batch_stride == 0 ? 0 : batch * args.m) + m0;
+    // Sums of at most `most` tokens, those that one of `ctas` CTAs finishes, leave: `rows` that there are. What is made
+    // here is made where it is used: what the others of a cluster wait for does not wait for it.
+    const auto store = [&](const auto& sums, auto most, int ctas, int rank, int rows, uint8_t* staged) {
+      const int64_t first = (batch * args.m + m0) * args.n;
+      const int outputs = static_cast<int>(args.n), n = n0 + warpgroup * kTileN;
+      if (wide) {
+        constexpr int kOfLane = (most.value + 31) / 32;
+        const auto token_of = [&](int row) { return (row / 8 * ctas + rank) * 8 + row % 8; };
+        // What undoes the powers of two of float32 activations: each lane's of every 32, all on their way at once.
+        [[maybe_unused]] float powers[kOfLane];
+        if constexpr (S::Source::kPieces > 1) {
+          ptx::wait_for_last_kernel();  // which makes them
+          const float* const from = params.powers + (args.x_batch_stride == 0 ? 0 : batch * args.m) + m0;
 #pragma unroll
-        for (int i = 0; i < (S::kTokens + 31) / 32; ++i) powers[i] = from[min(32 * i + lane, tokens - 1)];
+          for (int i = 0; i < kOfLane; ++i) powers[i] = from[min(token_of(32 * i + lane), tokens - 1)];
+        }
+        me.template store_wide<most.value>(
+            sums, bias, outputs, static_cast<float*>(args.y) + first, n, rows, [&](int j, int c) {
+              const int of_eight = t * 2 + c;
+              tiles::Column column{(j * ctas + rank) * 8 + of_eight, kUnscale};
+              if constexpr (S::Source::kPieces > 1) {
+                column.factor = __shfl_sync(0xffffffffu, powers[j / 4], j % 4 * 8 + of_eight);
+              }
+              return column;
+            });
+      } else if constexpr (S::Source::kPieces == 1) {
+        store_rows<X, most.value>(me, sums, kUnscale, bias, ctas, rank, rows, staged,
+                                  static_cast<uint16_t*>(args.y) + first, n, outputs);
       }
-      me.template store_wide<S::kTokens>(acc, bias, static_cast<int>(args.n),
-                                         static_cast<float*>(args.y) + (batch * args.m + m0) * args.n,
-                                         n0 + warpgroup * kTileN, tokens, [&](int j, int c) {
-                                           const int token = j * 8 + t * 2 + c;
-                                           float factor = kUnscale;
-                                           if constexpr (S::Source::kPieces > 1)
-                                             factor = __shfl_sync(0xffffffffu, powers[j / 4], token % 32);
-                                           return tiles::Column{token, factor};
-                                         });
-      if (paired) ptx::cluster_wait();
-      return;
-    }
+    };
     if (lines && cluster == 1) {
-      store_rows<X, S::kTokens>(me, acc, kUnscale, bias, 1, 0, tokens, ring + staged_at, y(), n0 + warpgroup * kTileN,
-                                static_cast<int>(args.n));
+      store(acc, std::integral_constant<int, S::kTokens>{}, 1, 0, tokens, ring + staged_at);
       if (paired) ptx::cluster_wait();
       return;
     }
@@ -1463,11 +1467,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       const bool has_last = (blocks.mine - 1) * cluster + rank == token_blocks - 1;
       const int rows = blocks.mine * 8 - (has_last ? token_blocks * 8 - tokens : 0);
       const int staged = S::kStages * S::kStageBytes - (S::kWarpgroups - warpgroup) * S::kMostOfRank * kTileN * 2;
-      finish_rows<X, S::kWarpgroups, S::kMostOfRank, S::kTeams>(me, own_share(), rows, bias, ring, ring + staged, y(),
-                                                                static_cast<int>(args.n));
+      finish_rows<S::kWarpgroups, S::kMostOfRank, S::kTeams>(me, own_share(), ring, [&](const auto& sums) {
+        store(sums, std::integral_constant<int, S::kMostOfRank>{}, cluster, rank, rows, ring + staged);
+      });
+      __syncwarp();  // as above
     }
   }
-  if (rounds_sums<S>(args) || stores_wide<S>(args, cluster) || (S::kEven && work_again().stages == 0)) return;
+  if (rounds_sums<S>(args) || stores_wide<S>(args) || (S::kEven && work_again().stages == 0)) return;
   ptx::barrier_wait(received, 0);
   if (S::Source::kPieces > 1) ptx::wait_for_last_kernel();  // whose powers of two this thread reads
   const Share own = own_share();

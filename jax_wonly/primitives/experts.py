@@ -220,15 +220,11 @@ def _as_precise(x, qw, scales, rows, rest, p: Params) -> jax.Array:
     """Activations as precise as is asked for."""
     if not may_round(x.dtype, p.precision):
         return x
-    from jax_wonly import _cuda_dispatch, _cuda_experts
+    from jax_wonly import _cuda_experts
 
     m, _ = _result_shape(x, scales, rows, p)
     product = product_of(m, qw.shape[0], x, scales, rest, p)
-    if p.transpose:
-        product = _cuda_dispatch.rounded_cotangents(product, experts=True)
-    else:
-        product = _cuda_experts.rounded(product)
-    return x.astype(product.x_dtype)
+    return x.astype(_cuda_experts.rounded(product, transpose=p.transpose).x_dtype)
 
 
 def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:

@@ -242,8 +242,7 @@ def _as_precise(x, qw, scales, rest, p: Params) -> jax.Array:
         return x
     from jax_wonly import _cuda_dispatch
 
-    rounded = _cuda_dispatch.rounded_cotangents if p.transpose else _cuda_dispatch.rounded
-    return x.astype(rounded(_product(x, qw, scales, rest, p)).x_dtype)
+    return x.astype(_cuda_dispatch.rounded(_product(x, qw, scales, rest, p), transpose=p.transpose).x_dtype)
 
 
 def _for_a_kernel(x, qw, scales, rest, p: Params):
