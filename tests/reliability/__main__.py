@@ -5,6 +5,7 @@ python tests/reliability stress [--calls 100000]       threads, devices, replays
 python tests/reliability memory                        a GPU without memory left, while a model is quantized
 python tests/reliability sanitize                      the CPU kernels under ASan and UBSan
 python tests/reliability sanitize-gpu                  the CUDA kernels under compute-sanitizer
+python tests/reliability machine-code                  what ptxas made of the CUDA kernels
 python tests/reliability versions VERSION...           this build under several versions of JAX
 python tests/reliability installed                     the self-test of what is installed, with no compiler in reach
 """
@@ -15,7 +16,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-PARTS = ("fuzz", "stress", "memory", "sanitize", "sanitize-gpu", "versions", "installed")
+PARTS = ("fuzz", "stress", "memory", "sanitize", "sanitize-gpu", "machine-code", "versions", "installed")
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in PARTS:
