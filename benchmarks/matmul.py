@@ -6,6 +6,7 @@
     python benchmarks/matmul.py --suite scales    scales of other types than the activations, into a file of its own
     python benchmarks/matmul.py --suite small     layers of small models, into a file of its own
     python benchmarks/matmul.py --suite models    wide layers of large models, into a file of its own
+    python benchmarks/matmul.py --suite down    layers of large models with many inputs, into a file of its own
     python benchmarks/matmul.py --suite few       heads of few outputs, into a file of its own
     python benchmarks/matmul.py --suite odd       numbers of outputs that are no multiple of 8, into a file of its own
     python benchmarks/matmul.py --suite float32 layers [--precision default]     float32, into a file of their own
@@ -41,6 +42,7 @@ RESULTS = Path(__file__).parent / "results"
 # Of the suites that have their own.
 FILES = {
     "batch": "h100-batch.json",
+    "down": "h100-down.json",
     "every": "h100-every.json",
     "few": "h100-few.json",
     "layers": "h100-layers.json",
@@ -57,6 +59,8 @@ WIDE = ((3584, 18944), (4096, 22016))  # more outputs than tiles of 128 for each
 SMALL = ((384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768), (1024, 1024), (1024, 4096), (2048, 2048))
 # Of what is multiplied at once in them: queries, keys and values, or gates, ups or both.
 MODELS = ((8192, 10240), (5120, 17408), (5120, 25600), (5120, 27648), (4096, 28672), (3584, 37888), (8192, 57344))
+# What leaves their feed-forward layers: more inputs than outputs.
+DOWN = ((11008, 4096), (18944, 3584), (18432, 7168), (27648, 5120), (28672, 8192), (29568, 8192))
 LAYERS = ((768, 768), (768, 3072), (3072, 768), (1024, 4096), (4096, 4096))  # and, of many rows, images' pixels
 FEW = ((1024, 10), (768, 100), (4096, 64), (512, 256), (2048, 1000))
 ODD = ((768, 50257), (1024, 30522), (2048, 32001), (4096, 32001), (4096, 1001))  # vocabularies, and a classifier
@@ -140,6 +144,8 @@ SUITES = {
     + [case(8192, 8192, m, group_size=64) for m in (4, 8)],
     "small": [case(k, n, m) for k, n in SMALL for m in (1, 16, 32, 64, 128, 256, 512, 1024, 2048)],
     "models": [case(k, n, m) for k, n in MODELS for m in (24, 32, 48, 64, 96, 128, 192, 256, 400, 512)],
+    "down": [case(k, n, m) for k, n in DOWN for m in (1, 2, 3, 4, 8, 16, 32, 64)]
+    + [case(*DOWN[4], m, **scheme) for scheme in OTHER_SCHEMES for m in (1, 3, 8, 16)],
     "few": [case(k, n, m) for k, n in FEW for m in (1, 16, 64, 256, 1024, 4096)],
     # Each beside whole sixteens of outputs.
     "odd": [

@@ -235,6 +235,7 @@ class Resident(NamedTuple):
     one_block: float
     narrow: float
     half_passes: float
+    slots: float
     clusters: tuple[Cluster, ...]
 
 
@@ -483,21 +484,31 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _resident_bytes(m: int, stages: int, passes: int, cluster: int, pass_atoms: int, scheme: Scheme) -> int:
-    """Shared memory that a CTA has to have: ``resident::layout`` in ``ffi/cuda/matmul_resident.cu``."""
-    piece, tokens = 128 // scheme.bits // pass_atoms, 16 if m > 8 else 8
+def resident_slots(
+    m: int, stages: int, passes: int, cluster: int, pass_atoms: int, scheme: Scheme, may_turn: bool
+) -> str | None:
+    """Where a CTA's shared memory has room for the activations of so many stages, as ``resident::layout`` in
+    ``ffi/cuda/matmul_resident.cu``: for "all", or for pieces of them that take "turns", where those may.
+    """
+    block, tokens = 128 // scheme.bits // pass_atoms, 16 if m > 8 else 8
+    piece = block
     while 8 * piece < stages:
         piece *= 2
     columns = 16 if m > 4 else 8  # of float32 activations, two numbers each
-    activations = _ceil(stages, piece) * piece * (2 * m if scheme.split else tokens) * 256
+    stage_bytes = (2 * m if scheme.split else tokens) * 256
+    activations = _ceil(stages, piece) * piece * stage_bytes
     # Their sums, sixteen rows of some of a stage at a time, and what multiplies them.
     activations += (_ceil(stages * scheme.ends, 16) * 768 + 32768) * scheme.floats
     if scheme.split:
         activations += (columns - 2 * m) * 128 + stages * columns * 2
     teams = 16 // pass_atoms + 4 // max(pass_atoms // 2, 1) * scheme.floats  # those are of warps of their own
     of_pass = max(pass_atoms, cluster) * teams * tokens * 64
-    table = PAIR_TABLE_BYTES if scheme.table else 0
-    return 1024 + table + (max(activations, of_pass) if passes == 1 else activations + of_pass)
+    room = SHARED_BYTES - 1024 - (PAIR_TABLE_BYTES if scheme.table else 0)
+    if (max(activations, of_pass) if passes == 1 else activations + of_pass) <= room:
+        return "all"
+    least = 3 * block  # stages of the pieces that are there at once
+    turns = may_turn and passes == 1 and stages > least and least * stage_bytes + of_pass <= room
+    return "turns" if turns else None
 
 
 def resident_blocks(m: int, k: int, n: int, bits: int, config: tuple[int, int, int]) -> int:
@@ -544,7 +555,9 @@ def resident_times(
                 continue
             if m > 8 and pass_atoms < 4 and passes > 1:
                 continue
-            if _resident_bytes(m, stages, passes, cluster.ctas, pass_atoms, scheme) > SHARED_BYTES:
+            may_turn = pass_atoms == 4 and m <= 8 and alike and not blocks and not scheme.floats
+            slots = resident_slots(m, stages, passes, cluster.ctas, pass_atoms, scheme, may_turn)
+            if slots is None:
                 continue
             us = costs.start + costs.filling * scheme.table + cluster.start
             us += (
@@ -555,5 +568,5 @@ def resident_times(
             us += costs.rows * m * each + costs.words * part_atoms * stages / 16
             us += costs.teams * cluster.ctas * (16 // pass_atoms - 4)
             us -= costs.one_block * (blocks == 1) + costs.narrow * (pass_atoms == 1)
-            us += costs.half_passes * (not blocks and pass_atoms < 4)
+            us += costs.half_passes * (not blocks and pass_atoms < 4) + costs.slots * passes * each * (slots == "turns")
             yield (cluster.ctas, parts, pass_atoms), us

@@ -125,8 +125,11 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
         assert found == ["matmul_resident"] * 2 + ["matmul_warpgroup"]
     assert kernel(4, 1080, 1000, None) == kernel(4, 1080, 1000, None, bits=8) == "matmul_warpgroup"  # half a tile
     assert kernel(4, 28672, 8192, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"  # in clusters of four alone
-    # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations.
-    assert kernel(4, 256, 1024, batch=140) == kernel(4, 131072, 1024) == "matmul_warpgroup"
+    # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations, unless
+    # these take turns.
+    assert kernel(4, 256, 1024, batch=140) == kernel(9, 131072, 1024) == "matmul_warpgroup"
+    assert kernel(4, 131072, 1024, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"
+    assert {kernel(m, 131072, 1024) for m in (3, 8)} == {"matmul_resident"}
     # Scales of any type, in pieces of four bytes, and up to eight tokens zeros and offsets.
     assert {kernel(m, 5120, 5120, g, scales=jnp.float32) for m in (3, 8, 16) for g in (None, 128)} == {
         "matmul_resident"

@@ -371,6 +371,40 @@ def test_resident_passes(emulated, rng, monkeypatch, bits, x_dtype, scales):
             np.testing.assert_array_equal(few_rows, y[:3])
 
 
+@pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_resident_turns(emulated, rng, monkeypatch, bits, x_dtype):
+    """``matmul_resident`` with more inputs than a CTA has room for, whose pieces take turns, in one CTA and in two,
+    with a last piece of any length and half a stage at the end."""
+    wanted = {1, 2} if bits == 4 else {1}  # CTAs of a cluster
+    while wanted:
+        multiprocessors = int(rng.integers(3, 6))
+        monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda of=multiprocessors: ("9.0", of))
+        m, k, n = int(rng.integers(1, 9)), 64 * int(rng.integers(200, 500)), int(rng.integers(8, 200))
+        mode, group_size = str(rng.choice(["symmetric", "integer_zeros"])), int(rng.choice([32, 64, 128, k]))
+        if k * n * bits > 16_000_000 or k % group_size:
+            continue
+        product = product_of(m, k, n, mode, x_dtype, bits=bits, group_size=group_size)
+        if _cuda_dispatch.kernel(product) != "matmul_resident":
+            continue
+        config = min(_cuda_dispatch._resident_times(product), key=lambda pair: pair[1])[0]
+        if config[0] not in wanted or not takes_turns(product, config):
+            continue
+        wanted.remove(config[0])
+        emulated.set_gpu(multiprocessors)
+        weight = random_weight(rng, k, n, bits=bits, mode=mode, scale_dtype=x_dtype, group_size=group_size)
+        x = random_x(rng, (m, k), x_dtype)
+        y = jw.matmul(x, weight.qt, implementation="cuda")
+        assert_product(y, x, weight)
+
+
+def takes_turns(product: _cuda_dispatch.Product, config: tuple[int, int, int]) -> bool:
+    cluster, parts, pass_atoms = config
+    stages = -(-product.k // (128 * cluster))
+    passes = -(-product.n // (16 * parts * pass_atoms))
+    return _cuda_costs.resident_slots(product.m, stages, passes, cluster, pass_atoms, product.scheme, True) == "turns"
+
+
 def product_of(m, k, n, mode, x_dtype, *, bits, group_size, scale_dtype=None) -> _cuda_dispatch.Product:
     dtype, scales = jnp.dtype(x_dtype), jnp.dtype(scale_dtype or x_dtype)
     of_modes = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8), "table": jnp.dtype(jnp.float32)}

@@ -9,7 +9,6 @@ namespace wonly::resident {
 namespace {
 
 constexpr int kRowBytes = 128;            // of activations, half a stage of a token
-constexpr int kMostPieces = 8;            // more would wait less for the first, and copy less at once
 constexpr int64_t kMostInputs = 1 << 20;  // whose activations would fit no cluster's shared memory
 
 // Whether activations are of 16 bits, and scales, and float zeros or offsets, of their type.
@@ -36,6 +35,13 @@ int blocks_of(const MatmulArgs& args, const Config& config) {
   return blocks <= 2 ? static_cast<int>(blocks) : 0;
 }
 
+// Whether there is a kernel in which pieces of the activations take turns, for where all have no room.
+bool has_turns(const MatmulArgs& args, const Config& config) {
+  const bool zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
+  return config.pass_atoms == kMostPassAtoms && args.m <= 8 && has_own_types(args) &&
+         (args.shift_mode == ShiftMode::kNone || zeros) && blocks_of(args, config) == 0;
+}
+
 }  // namespace
 
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
@@ -44,39 +50,57 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   layout.atoms_each = static_cast<int>(atoms / config.parts);
   layout.atoms_over = static_cast<int>(atoms % config.parts);
   layout.stages_each = static_cast<int>(ceil_div(stages, config.cluster));
-  layout.log2_piece = log2_block_stages(args.bits, config.pass_atoms);
-  while (kMostPieces << layout.log2_piece < layout.stages_each) ++layout.log2_piece;
-  layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << layout.log2_piece));
+  layout.blocks = blocks_of(args, config);
   // Activations, as many as mma.sync reads, and sums of a strip. float32 ones have two rows each and a factor for a
   // stage, and the last rows that are read may lie behind them.
   const int tokens = args.m > 8 ? 16 : 8, m = static_cast<int>(args.m);
-  const bool split = args.x_dtype == DType::kF32;
+  const bool split = args.x_dtype == DType::kF32, shifts = has_float_shift(args);
   const int columns = args.m > 4 ? 16 : 8, rows = split ? 2 * m : tokens;
   const int stage_bytes = rows * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
   const int x_at = activations_at(args.shift_mode == ShiftMode::kTable);
-  layout.sums_at = x_at + (layout.pieces << layout.log2_piece) * stage_bytes;
-  if (split) layout.sums_at += (columns - rows) * kRowBytes;
-  layout.strips_at = layout.sums_at;
-  if (has_float_shift(args)) {
-    const int stage_rows = has_small_groups(args) ? 4 >> log2_group_blocks(args) : 1;
-    layout.shifts_at = layout.sums_at + sum_rows(layout.stages_each, stage_rows) * (kSumPieces * kSumRowBytes);
-    layout.strips_at = layout.shifts_at + kShiftBytes;
-  }
-  if (split) layout.strips_at += layout.stages_each * columns / 2 * static_cast<int>(sizeof(float));
   // A pass has a strip for each warp of a team, shared out among the cluster.
-  const int shift_teams = has_float_shift(args) ? kShiftWarps / std::max(config.pass_atoms / 2, 1) : 0;
+  const int shift_teams = shifts ? kShiftWarps / std::max(config.pass_atoms / 2, 1) : 0;
   const int teams = kWarps / config.pass_atoms + shift_teams;
   const int pass_bytes = std::max(config.pass_atoms, config.cluster) * teams * strip_bytes;
   const int passes = static_cast<int>(ceil_div(layout.atoms_each + (layout.atoms_over > 0), config.pass_atoms));
-  layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
-  layout.bytes = layout.strips_at + layout.passes * pass_bytes;
-  if (layout.passes == 0 && passes == 1 && std::max(layout.strips_at, x_at + pass_bytes) <= shared_bytes) {
+  const auto in_pieces = [&](int log2_piece) {
+    layout.log2_piece = log2_piece;
+    layout.pieces = static_cast<int>(ceil_div(layout.stages_each, 1 << log2_piece));
+  };
+  const auto place_sums = [&] {
+    layout.sums_at = x_at + (layout.slots << layout.log2_piece) * stage_bytes;
+    if (split) layout.sums_at += (columns - rows) * kRowBytes;
+    layout.strips_at = layout.sums_at;
+    if (shifts) {
+      const int stage_rows = has_small_groups(args) ? 4 >> log2_group_blocks(args) : 1;
+      layout.shifts_at = layout.sums_at + sum_rows(layout.stages_each, stage_rows) * (kSumPieces * kSumRowBytes);
+      layout.strips_at = layout.shifts_at + kShiftBytes;
+    }
+    if (split) layout.strips_at += layout.stages_each * columns / 2 * static_cast<int>(sizeof(float));
+    layout.passes = std::min(std::max(shared_bytes - layout.strips_at, 0) / pass_bytes, passes);
+    layout.bytes = layout.strips_at + layout.passes * pass_bytes;
+  };
+  const int log2_block = log2_block_stages(args.bits, config.pass_atoms);
+  int log2_piece = log2_block;
+  while (kMostPieces << log2_piece < layout.stages_each) ++log2_piece;
+  in_pieces(log2_piece);
+  layout.slots = static_cast<int8_t>(layout.pieces);
+  place_sums();
+  if (layout.passes > 0 || passes > 1) return layout;
+  if (std::max(layout.strips_at, x_at + pass_bytes) <= shared_bytes) {
     layout.bytes = std::max(layout.strips_at, x_at + pass_bytes);
     layout.strips_at = x_at;
     layout.passes = 1;
     layout.over_activations = true;
+    return layout;
   }
-  layout.blocks = blocks_of(args, config);
+  if (!has_turns(args, config)) return layout;
+  in_pieces(log2_block);
+  for (int slots = std::min(kMostPieces, layout.pieces - 1); slots >= kLeastSlots; --slots) {
+    layout.slots = static_cast<int8_t>(slots);
+    place_sums();
+    if (layout.passes > 0) break;
+  }
   return layout;
 }
 
@@ -134,6 +158,7 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
       if (laid_out.blocks == 1) us -= costs.one_block;
       if (pass_atoms == 1) us -= costs.narrow;
       if (laid_out.blocks == 0 && pass_atoms < kMostPassAtoms) us += costs.half_passes;
+      if (laid_out.slots < laid_out.pieces) us += costs.slots * static_cast<float>(passes * each);
       if (least == 0.f || us < least) {
         least = us;
         *config = candidate;

@@ -55,6 +55,7 @@ using warpgroup::look_up_half;
 
 constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
 constexpr int kCopiedAt = 256;    // and those of pieces of float32 activations before they are split
+constexpr int kEmptyAt = 384;     // and of pieces in whose place another comes
 constexpr int kUndoAt = 768;      // behind them what undoes a table's power of two
 static_assert(kTableBytes == kTablePairs * kWideRowBytes);
 constexpr int kThreads = kWarps * 32;       // that multiply
@@ -91,7 +92,7 @@ struct Params {
 // kGroups: scales of a stage, at least as many as it has groups. kAnyScales: these, and float zeros and offsets, are of
 // any type, not of 16-bit activations'. float32 activations are two fp16 numbers each, neighbours among the columns.
 template <typename Input, int kBits_, int kPass, int kBlocks_, int kColumns_, int kGroups_, ShiftKind kShift_,
-          bool kAnyScales_>
+          bool kAnyScales_, bool kTurns_ = false>
 struct Shape {
   static constexpr bool kSplit = std::is_same_v<Input, float>, kAnyScales = kAnyScales_;
   using X = std::conditional_t<kSplit, __half, Input>;
@@ -115,6 +116,13 @@ struct Shape {
   // 8 what asks for pieces later takes as long as it saves.
   static constexpr bool kLater = kColumns >= 16;
   static constexpr int kFirstPieces = 2;
+  // Pieces of a lone pass, which needs each once, take turns in shared memory: the one before a piece that has just
+  // been begun is still multiplied by some warps, and the one before that makes room. Kernels of their own, as others
+  // would take up to 2% longer: where activations are is no longer the same for all lanes as far as ptxas knows.
+  static constexpr bool kTurns = kTurns_;
+  static constexpr int kBehind = 2;
+  static_assert(kBehind < kLeastSlots);
+  static_assert(!kTurns || (kBlocks == 0 && kPass == kMostPassAtoms && !kLater && !kSplit && !kSums));
   static_assert(!kSums || (kTokens == 8 && !kSplit));
   static_assert(!kSplit || (kAnyScales && kTeams == kSplitWarps));
   static constexpr int kMoreWarps = kSplit ? kSplitWarps : kSums ? kShiftWarps : 0;
@@ -541,17 +549,28 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const auto cta_stages = [&] { return (cta_tiles + kTiles - 1) / kTiles; };
   const int pieces = (cta_tiles + (kTiles << layout.log2_piece) - 1) >> (layout.log2_piece + S::kLog2Tiles);
   uint64_t* const copied = S::kSplit ? reinterpret_cast<uint64_t*>(shared + kCopiedAt) : arrived;
-  const auto copy_piece = [&](int i) {
+  uint64_t* const empty = reinterpret_cast<uint64_t*>(shared + kEmptyAt);
+  const int slots = S::kTurns ? min(pieces, layout.slots) : pieces;
+  const auto copy_piece = [&](int i, int slot) {
     const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int piece_bytes = tokens * S::kRowBytes << layout.log2_piece;
-    ptx::barrier_expect(copied + i, piece_bytes);
-    ptx::tensor_copy_4d(x + i * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kChunks, x_batch,
-                        copied + i);
+    ptx::barrier_expect(copied + slot, piece_bytes);
+    ptx::tensor_copy_4d(x + slot * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kChunks, x_batch,
+                        copied + slot);
   };
   // A later piece, when `piece` is there.
   const auto copy_next = [&](int piece) {
     const int next = piece + S::kFirstPieces;
-    if (S::kLater && next < pieces && ptx::elect_one()) copy_piece(next);
+    if (S::kLater && next < pieces && ptx::elect_one()) copy_piece(next, next);
+  };
+  // The piece that follows in the place of one before `piece`, which is in `slot` in an even or odd turn. By a warp.
+  const auto copy_turn = [&](int piece, int slot, int turn) {
+    const int next = piece - S::kBehind + slots;
+    if (piece < S::kBehind || next >= pieces) return;
+    const bool of_turn = slot >= S::kBehind;
+    const int to = slot - S::kBehind + (of_turn ? 0 : slots);
+    ptx::barrier_wait(empty + to, of_turn ? turn : turn ^ 1);
+    if (ptx::elect_one()) copy_piece(next, to);
   };
   // Strips of the outputs are finished in turn by the CTAs of the cluster, so many at a time as there is room for sums.
   const auto strips_of_round = [&] { return S::kBlocks > 0 ? atoms : min(atoms, layout.passes * kPassAtoms); };
@@ -631,15 +650,15 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const auto mine_of = [&](int of_round) { return (of_round - rank + cluster - 1) >> params.log2_cluster; };
   if (warp == 0 && ptx::elect_one()) {
 #pragma unroll 1
-    for (int i = 0; i < pieces; ++i) {
+    for (int i = 0; i < slots; ++i) {
       ptx::barrier_init(copied + i, 1);
-      if (S::kSplit)
-        ptx::barrier_init(arrived + i, (S::kAllSplit && i == 0 ? kThreads / 32 : kSplitWarps) * ptx::kArrivals);
+      if (S::kSplit) ptx::barrier_init(arrived + i, (S::kAllSplit && i == 0 ? kWarps : kSplitWarps) * ptx::kArrivals);
+      if (S::kTurns) ptx::barrier_init(empty + i, kWarps * ptx::kArrivals);
     }
     ptx::barrier_init(received, 1);
     ptx::barrier_init_fence();
 #pragma unroll 1
-    for (int i = 0; i < (S::kLater ? min(pieces, S::kFirstPieces) : pieces); ++i) copy_piece(i);
+    for (int i = 0; i < (S::kLater ? min(slots, S::kFirstPieces) : slots); ++i) copy_piece(i, i);
     ptx::barrier_expect(received, cluster * mine_of(round_atoms) * (S::kAllTeams * S::kStripBytes));
   }
 
@@ -742,7 +761,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     for (int pass_atom = round_atom; pass_atom < (S::kBlocks > 0 ? 1 : end_atom); pass_atom += kPassAtoms) {
       float acc[kTokens / 2] = {};
       uint32_t stage_at = 0;
-      int left = tiles, block = 0;
+      int left = tiles, block = 0, slot_turns = 0;
 #pragma unroll 1
       for (int turn = 0; turn < (S::kBlocks > 0 ? 1 : turns); ++turn) {
 #pragma unroll
@@ -763,10 +782,24 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
           if (i * kStepTiles < left) {
             if (slot == 0 && pass_atom == 0) {
               const int piece = block << S::kLog2Block >> layout.log2_piece;
-              ptx::barrier_wait(arrived + piece, 0);
-              if constexpr (S::kLater && !S::kSplit) {  // by the first team, which has a stage of every piece
-                const bool begins = piece << layout.log2_piece == block << S::kLog2Block;
-                if (warp == 0 && begins) copy_next(piece);
+              if constexpr (S::kTurns) {  // each block is a piece
+                int slot_of = piece - slot_turns * slots;
+                // All teams have stages of a piece that another follows.
+                if (piece > 0) ptx::barrier_arrive_if(empty + slot_of - 1, ptx::arrives(lane));
+                if (slot_of == slots) {
+                  ++slot_turns;
+                  slot_of = 0;
+                  stage_at = 0;
+                }
+                ptx::barrier_wait(arrived + slot_of, slot_turns & 1);
+                // By the first team, which has a stage of every piece.
+                if (warp == 0) copy_turn(piece, slot_of, slot_turns & 1);
+              } else {
+                ptx::barrier_wait(arrived + piece, 0);
+                if constexpr (S::kLater && !S::kSplit) {
+                  const bool begins = piece << layout.log2_piece == block << S::kLog2Block;
+                  if (warp == 0 && begins) copy_next(piece);
+                }
               }
             }
             // Of small groups lane t has the scale and the zero of block t for both rows, which it gives to the others.
@@ -1060,6 +1093,11 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
         if (params.layout.blocks > 0) return of_few(four);
       }
       constexpr std::integral_constant<int, 0> any_blocks;
+      if constexpr (kColumns == 8 && !kAny && (kShift == ShiftKind::kNone || kShift == ShiftKind::kBytes)) {
+        if (params.layout.slots < params.layout.pieces) {  // as has_turns allows
+          return launch_shape(Shape<Input, kBits, kMostPassAtoms, 0, kColumns, kGroups, kShift, kAny, true>{});
+        }
+      }
       if constexpr (!kAny && kShift != ShiftKind::kTable) {
         if (config.pass_atoms == 2) return of_blocks(two, any_blocks);
       }

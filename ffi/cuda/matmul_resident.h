@@ -17,6 +17,8 @@ constexpr int kBarrierBytes = 1024;   // a barrier for each piece; those are ali
 constexpr int kSumPieces = 3;         // bf16 numbers of a sum of activations
 constexpr int kSumRowBytes = 16;      // those of eight tokens
 constexpr int kTableBytes = 1 << 16;  // of the pairs of a table (pair_table.cuh)
+constexpr int kMostPieces = 8;        // there at once; more would wait less for the first, and copy less at once
+constexpr int kLeastSlots = 3;        // a piece that is multiplied, the one before it, and the next
 
 struct Config {
   int cluster;                      // CTAs along the inputs
@@ -51,6 +53,7 @@ struct Layout {
   int strips_at;               // sums of a strip of outputs, of every team of every CTA of the cluster
   int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
   bool over_activations;       // the sums of a lone pass take their place
+  int8_t slots;                // that pieces lie in, in turns where those are fewer; here, as it moves nothing else
   int blocks;                  // that a warp has, of one strip, where kernels know: 1 or 2, or 0
   int bytes;
 };
@@ -78,6 +81,7 @@ struct Costs {
   float one_block;    // less where a warp has no more
   float narrow;       // less where a pass is one strip
   float half_passes;  // more where it is two, and a warp has more than two blocks
+  float slots;        // of a stage, more where pieces of the activations take turns
 };
 
 // Whether this kernel computes `args`: K a multiple of 64, uint8 zeros or none, and scales of any type, in rows

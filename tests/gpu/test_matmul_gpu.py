@@ -590,6 +590,25 @@ def test_resident_passes(rng, mode, scale_dtype, bits):
                 np.testing.assert_array_equal(np.asarray(product(x[:3], weight.qt)), np.asarray(y)[:3])
 
 
+@pytest.mark.parametrize(
+    ("bits", "mode", "group_size"), [(4, "symmetric", 64), (4, "integer_zeros", None), (8, "symmetric", 128)]
+)
+def test_resident_turns(rng, bits, mode, group_size):
+    """More inputs than a CTA has room for, of which all CTAs' pieces take turns, with half a stage at the end."""
+    k, n = 28736 if group_size != 128 else 28800, 3080
+    weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype="bfloat16")
+    for m in (3, 8):
+        x = random_x(rng, (m, k), "bfloat16")
+        if _cuda_dispatch.has_warpgroups():
+            assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
+        product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
+        y = product(x, weight.qt)
+        assert_product(y, x, weight, rounded_weights=rounds_weights("cuda", x, weight.qt))
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(product(x, weight.qt)), np.asarray(y))
+    np.testing.assert_array_equal(np.asarray(product(x[:3], weight.qt)), np.asarray(y)[:3])
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("mode", ["float_zeros", "offsets"])
 @pytest.mark.parametrize("x_dtype", ["bfloat16", "float16"])
