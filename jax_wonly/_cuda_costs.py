@@ -272,11 +272,13 @@ class WarpgroupCosts(NamedTuple):
     team: float  # what two teams of clusters take to meet; 0: there are none
     # What CTAs take that share stages evenly, for each tile of tokens, and for each token of each part of a tile.
     # Stages of eight bits take so many times as long, as CTAs are not in pairs. Products of more than ``even_tiles``
-    # tiles of tokens gain nothing: their CTAs read other weights and activations at a time.
+    # tiles of tokens gain nothing: their CTAs read other weights and activations at a time. Nor do those of fewer than
+    # ``even_least``.
     even: float
     even_token: float
     even_eight_bits: float
     even_tiles: int
+    even_least: int
 
 
 def warpgroups_of(values: dict[str, Any]) -> WarpgroupCosts:
@@ -299,7 +301,7 @@ ALONE_WARPGROUPS = 3  # of a CTA of matmul_warpgroup that shares its inputs with
 BAND_OUTPUTS, BAND_PLACES = 64, 128  # of a tile of band_conv
 MMA_CTAS = 2  # of matmul_mma on a multiprocessor, at most
 MMA_OUTPUTS = 128  # of its tile
-PASS_TOKENS = 16  # of matmul_stream; products of no more have no scratch
+PASS_TOKENS = 16  # of matmul_stream
 PAIR_TABLE_BYTES = 1 << 16  # of the pairs of a table in shared memory (pair_table.cuh), as few rows have it
 SHARED_BYTES = 227 << 10  # of a CTA on an H100
 TEAM_TOKENS = 64  # of a tile of matmul_warpgroup whose inputs two clusters may share, at least
@@ -355,8 +357,8 @@ def warpgroup_times(
             if costs.team and of_teams and ends == 1 and cluster.ctas > 1 and batch == 1 and 2 * ctas <= places:
                 us = max(0.5 * walking, reading) + start + costs.team
                 yield (shape.tokens, shape.warpgroups, cluster.ctas, 2), us
-        few_tiles = -(-m // shape.tokens) <= costs.even_tiles
-        if not scheme.shares_evenly(shape.tokens, shape.warpgroups) or m <= PASS_TOKENS or not few_tiles or batch > 1:
+        may_be_even = scheme.shares_evenly(shape.tokens, shape.warpgroups) and batch == 1
+        if not may_be_even or -(-m // shape.tokens) > costs.even_tiles or m < costs.even_least:
             continue
         longer = costs.even_eight_bits if scheme.bits == 8 else 1.0
         for ctas, stage in ((1, shape.stage + more), (2, shape.shared_stage + 2 * more)):  # of a multiprocessor

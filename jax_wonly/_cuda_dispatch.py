@@ -311,6 +311,8 @@ def scratch(p: Product, x_batch: int) -> int:
         return pieces + _warpgroup_scratch_of(p) + (_aligned_scratch(p) if _aligns(p) else 0)
     if p.split:
         return 0
+    if isinstance(p.m, int) and p.m <= STREAM_TOKENS:
+        return _warpgroup_scratch_of(p) if kernel(p) == "matmul_warpgroup" else 0
     if parts := _parts(p):
         name, config = parts.second
         outputs = p.n - parts.outputs
@@ -321,12 +323,10 @@ def scratch(p: Product, x_batch: int) -> int:
         if p.m >= _least_tiled_tokens(p):
             of_warpgroups = _warpgroup_scratch_of(p) if warpgroup_kernel(p) and isinstance(p.m, int) else 0
             return max(_tiled_scratch(p), of_warpgroups)
-        return _warpgroup_scratch_of(p) if p.m > STREAM_TOKENS and warpgroup_kernel(p) else 0
-    if p.m > STREAM_TOKENS and _mma_kernel(p):
+        return _warpgroup_scratch_of(p) if warpgroup_kernel(p) else 0
+    if _mma_kernel(p):
         return _abi.mma_scratch(p.batch, p.m, p.n, _cuda_costs.MMA_CTAS * _gpu()[1])
-    if isinstance(p.m, int) and p.m > STREAM_TOKENS and warpgroup_kernel(p):
-        return _warpgroup_scratch_of(p)
-    return 0
+    return _warpgroup_scratch_of(p) if isinstance(p.m, int) and warpgroup_kernel(p) else 0
 
 
 def _tiled_scratch(p: Product) -> int:

@@ -9,7 +9,6 @@ namespace wonly::warpgroup {
 constexpr int kSplitBytes = 4;     // of an activation in pieces, of a token's power of two, and of a sum
 constexpr int kSplitTokens = 64;   // of the largest tile of such
 constexpr int kMostTokens = 216;   // of a tile
-constexpr int kNoScratch = 16;     // tokens of a product up to which it has none
 constexpr float kSurely = 0.999f;  // whatever sums of float32 are rounded to
 
 int64_t sum_count(const MatmulArgs& args) {
@@ -121,7 +120,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
       }
     }
     const bool other = args.x_dtype != DType::kF32 && !table && !is_plain(args) && cost.tokens < rounded_from;
-    if (whole || other || args.batch > 1 || args.m <= kNoScratch) return;
+    if (whole || other || args.batch > 1 || args.m < costs.even_least) return;
     const int64_t token_tiles = ceil_div(args.m, cost.tokens);
     if (token_tiles > costs.even_tiles) return;
     const bool has_zeros = args.shift_mode == ShiftMode::kZeros, split = args.x_dtype == DType::kF32;

@@ -111,9 +111,10 @@ struct Costs {
   float team;      // what two teams take to meet; 0: there are none
   // What CTAs take that share stages evenly, for each tile of tokens, and for each token of each part of a tile. Stages
   // of eight bits take so many times as long, as CTAs are not in pairs. Products of more than `even_tiles` tiles of
-  // tokens gain nothing: their CTAs read other weights and activations at a time.
+  // tokens gain nothing: their CTAs read other weights and activations at a time. Nor do those of fewer than
+  // `even_least`.
   float even, even_token, even_eight_bits;
-  int even_tiles;
+  int even_tiles, even_least;
 };
 
 // Sets the configuration that is expected to be fastest; returns the microseconds that it should take. whole: only of
