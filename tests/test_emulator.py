@@ -318,10 +318,11 @@ def test_even_shares(emulated, rng, monkeypatch, multiprocessors):
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
     emulated.set_gpu(multiprocessors)
     found = 0
-    while found < 3:
-        m, k, n = int(rng.integers(17, 150)), 128 * int(rng.integers(5, 24)), int(rng.integers(100, 1200))
+    while found < 4:
+        tokens = (9, 17) if found == 3 else (17, 150)
+        m, k, n = int(rng.integers(*tokens)), 128 * int(rng.integers(5, 24)), int(rng.integers(100, 1200))
         scheme = {"bits": int(rng.choice([4, 8])), "group_size": int(rng.choice([32, 64, 128]))}
-        mode, x_dtype = str(rng.choice((*MODES, "table"))), ("bfloat16", "float16", "float32")[found]
+        mode, x_dtype = str(rng.choice((*MODES, "table"))), ("bfloat16", "float16", "float32", "bfloat16")[found]
         n = n // 8 * 8 if found else n
         scheme |= {"bits": 4} if mode == "table" else {}
         if chosen_cluster(m, k, n, mode, x_dtype, **scheme) != _cuda_costs.EVENLY:

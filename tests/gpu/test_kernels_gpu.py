@@ -249,6 +249,8 @@ def test_teams(rng, m, k, n, bits, mode, x_dtype, cluster):
 @pytest.mark.parametrize(
     ("m", "k", "n", "bits", "group_size", "mode", "x_dtype"),
     [
+        (12, 8192, 10240, 4, 128, "offsets", "bfloat16"),
+        (9, 9728, 10232, 4, 32, "symmetric", "float16"),
         (33, 8192, 10240, 4, 128, "symmetric", "bfloat16"),
         (40, 8192, 10232, 4, 128, "integer_zeros", "float16"),
         (48, 5120, 10007, 4, 128, "symmetric", "bfloat16"),
