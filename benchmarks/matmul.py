@@ -6,7 +6,7 @@
     python benchmarks/matmul.py --suite scales    scales of other types than the activations, into a file of its own
     python benchmarks/matmul.py --suite small     layers of small models, into a file of its own
     python benchmarks/matmul.py --suite models    wide layers of large models, into a file of its own
-    python benchmarks/matmul.py --suite down    layers of large models with many inputs, into a file of its own
+    python benchmarks/matmul.py --suite down      layers of large models with many inputs, into a file of its own
     python benchmarks/matmul.py --suite few       heads of few outputs, into a file of its own
     python benchmarks/matmul.py --suite odd       numbers of outputs that are no multiple of 8, into a file of its own
     python benchmarks/matmul.py --suite float32 layers [--precision default]     float32, into a file of their own

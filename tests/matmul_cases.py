@@ -6,6 +6,7 @@ import numpy as np
 from reference import DTYPES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
+from jax_wonly import _cuda_costs, _cuda_dispatch
 
 # Inputs and outputs that are no multiples of a tile, for each group size.
 SHAPES = {32: (96, 70), 64: (192, 130), 128: (384, 67), 256: (256, 33), None: (101, 129)}
@@ -117,6 +118,14 @@ def check_gradients(rng, *, bits, mode, implementation=None):
             np.testing.assert_allclose(dfloats["zeros"], -per_group.sum(-2) * scales, **close)
         if "offsets" in floats:
             np.testing.assert_allclose(dfloats["offsets"], per_group.sum(-2), **close)
+
+
+def takes_turns(product: _cuda_dispatch.Product, config: tuple[int, int, int]) -> bool:
+    """Whether pieces of the activations take turns in shared memory, with a configuration of ``matmul_resident``."""
+    cluster, parts, pass_atoms = config
+    stages = -(-product.k // (128 * cluster))
+    passes = -(-product.n // (16 * parts * pass_atoms))
+    return _cuda_costs.resident_slots(product.m, stages, passes, cluster, pass_atoms, product.scheme, True) == "turns"
 
 
 def rounds_weights(implementation, x=None, qt=None) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_cases import assert_rows, by_expert
-from matmul_cases import rounds_weights
+from matmul_cases import rounds_weights, takes_turns
 from reference import MODES, UNITS, assert_product, random_weight, random_x, repeated
 
 import jax_wonly as jw
@@ -397,13 +397,6 @@ def test_resident_turns(emulated, rng, monkeypatch, bits, x_dtype):
         x = random_x(rng, (m, k), x_dtype)
         y = jw.matmul(x, weight.qt, implementation="cuda")
         assert_product(y, x, weight)
-
-
-def takes_turns(product: _cuda_dispatch.Product, config: tuple[int, int, int]) -> bool:
-    cluster, parts, pass_atoms = config
-    stages = -(-product.k // (128 * cluster))
-    passes = -(-product.n // (16 * parts * pass_atoms))
-    return _cuda_costs.resident_slots(product.m, stages, passes, cluster, pass_atoms, product.scheme, True) == "turns"
 
 
 def product_of(m, k, n, mode, x_dtype, *, bits, group_size, scale_dtype=None) -> _cuda_dispatch.Product:

@@ -15,6 +15,7 @@ from matmul_cases import (
     check_non_finite,
     check_zero_scales,
     rounds_weights,
+    takes_turns,
 )
 from reference import (
     DTYPES,
@@ -595,12 +596,16 @@ def test_resident_passes(rng, mode, scale_dtype, bits):
 )
 def test_resident_turns(rng, bits, mode, group_size):
     """More inputs than a CTA has room for, of which all CTAs' pieces take turns, with half a stage at the end."""
-    k, n = 28736 if group_size != 128 else 28800, 3080
+    k, n = 28736 if group_size != 128 else 28800, 4104
     weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, scale_dtype="bfloat16")
     for m in (3, 8):
         x = random_x(rng, (m, k), "bfloat16")
         if _cuda_dispatch.has_warpgroups():
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
+            shift = (ShiftMode.NONE, None) if mode == "symmetric" else (ShiftMode.ZEROS, jnp.dtype(jnp.uint8))
+            p = _cuda_dispatch.Product(m, k, n, 1, bits, x.dtype, x.dtype, *shift, groups=k // (group_size or k))
+            config = min(_cuda_dispatch._resident_times(p), key=lambda pair: pair[1])[0]
+            assert _cuda_dispatch._gpu()[1] != 132 or takes_turns(p, config)
         product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
         y = product(x, weight.qt)
         assert_product(y, x, weight, rounded_weights=rounds_weights("cuda", x, weight.qt))
