@@ -171,8 +171,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         ptx::named_arrive<4, 256>();
       }
     }
-    __syncwarp();
-    if (ptx::arrives(lane)) ptx::barrier_arrive(empty + slot);
+    ptx::warp_arrive(empty + slot, lane);
     slot += 2;
     while (slot >= params.bands) {
       slot -= params.bands;

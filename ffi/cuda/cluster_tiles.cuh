@@ -71,10 +71,7 @@ struct Ring {
   __device__ void wait_empty() const { ptx::barrier_wait(empty + at.slot, at.phase ^ 1); }
   __device__ void wait_full() const { ptx::barrier_wait(full + at.slot, at.phase); }
   // By a warp that has filled its part.
-  __device__ void fill(int lane) const {
-    __syncwarp();
-    if (ptx::arrives(lane)) ptx::barrier_arrive(full + at.slot);
-  }
+  __device__ void fill(int lane) const { ptx::warp_arrive(full + at.slot, lane); }
   // By a warp that has read it: to all producers, which fill this CTA's slot together.
   __device__ void release(int slot, int lane, int ctas) const {
     __syncwarp();

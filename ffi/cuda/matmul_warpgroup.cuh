@@ -953,8 +953,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         for (int i = 0; i < S::kSumBlocks; ++i) ptx::keep(sum[i]);
         store_sums<S>(sum, producer % 4, lane, data + S::kSumsAt);
         if (S::kMultipliesSums) ptx::fence_shared_for_async();
-        __syncwarp();
-        if (lane < kArrivals) ptx::barrier_arrive(summed + at.slot);
+        ptx::warp_arrive(summed + at.slot, lane);
       }
     }
     __syncwarp();
@@ -1459,9 +1458,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
         ++at_block;
       }
     }
-    __syncwarp();
-    if (lane < kArrivals) ptx::barrier_arrive(received);
-    __syncwarp();  // ptxas lets what follows write to registers of the whole warp (docs/performance.md, log 173)
+    ptx::warp_arrive(received, lane);
     if (S::kShares && lines) {
       ptx::barrier_wait(received, 0);
       const bool has_last = (blocks.mine - 1) * cluster + rank == token_blocks - 1;
@@ -1470,7 +1467,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       finish_rows<S::kWarpgroups, S::kMostOfRank, S::kTeams>(me, own_share(), ring, [&](const auto& sums) {
         store(sums, std::integral_constant<int, S::kMostOfRank>{}, cluster, rank, rows, ring + staged);
       });
-      __syncwarp();  // as above
+      __syncwarp();  // ptxas lets what follows write to registers of the whole warp (docs/performance.md, log 173)
     }
   }
   if (rounds_sums<S>(args) || stores_wide<S>(args) || (S::kEven && work_again().stages == 0)) return;

@@ -54,6 +54,14 @@ __device__ __forceinline__ void barrier_arrive_if(uint64_t* barrier, bool arrive
                "r"(static_cast<int>(arrives))
                : "memory");
 }
+// By a warp, all of whose lanes are done. ptxas lets what follows write to registers of the whole warp while one lane
+// has yet to arrive, unless they meet again, and where the arrival is on a condition, too (docs/performance.md, log
+// 173).
+__device__ __forceinline__ void warp_arrive(uint64_t* barrier, int lane) {
+  __syncwarp();
+  if (arrives(lane)) barrier_arrive(barrier);
+  __syncwarp();
+}
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t phase) {
   asm volatile(
       "{\n"

@@ -185,10 +185,7 @@ struct Ring {
   // In the first round at once.
   __device__ void wait_empty() const { ptx::barrier_wait(empty(at.slot), at.phase ^ 1); }
   // By a warp that has read it.
-  __device__ void release(int slot) const {
-    __syncwarp();
-    if (threadIdx.x % 32 < kArrivals) ptx::barrier_arrive(empty(slot));
-  }
+  __device__ void release(int slot) const { ptx::warp_arrive(empty(slot), threadIdx.x % 32); }
 };
 
 // One of four warps. Warp w brings the weights of row tile w, if there are as many, and a box of activations; the

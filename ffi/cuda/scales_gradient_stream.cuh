@@ -204,10 +204,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
     }
   };
-  const auto arrive = [&](uint64_t* barrier) {
-    __syncwarp();
-    if (lane < kArrivals) ptx::barrier_arrive(barrier);
-  };
+  const auto arrive = [&](uint64_t* barrier) { ptx::warp_arrive(barrier, lane); };
 
   walk_strips(params, runs, [&](int entry, Span rows, int strip, int first, int last) {
     const int n0 = strip * S::kRows + row;

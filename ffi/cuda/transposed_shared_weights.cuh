@@ -354,8 +354,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
       convert(packed, weights, std::false_type{});
     }
     ptx::fence_shared_for_async();
-    __syncwarp();
-    if (ptx::arrives(lane)) ptx::barrier_arrive(cta.full + slot);
+    ptx::warp_arrive(cta.full + slot, lane);
     slot += S::kProducers;
     if (slot >= S::kStages) {
       slot -= S::kStages;
