@@ -161,12 +161,12 @@ class Decode(NamedTuple):
     inputs: int  # from so many on, which are two stages for each of four warpgroups or more
     stages: int  # of 128 inputs of a token, up to as many as the shared memory of two CTAs holds
     ratio: int  # of inputs to outputs, below which even eight bits leave enough to each multiprocessor
-    # Where matmul_resident takes a product too: one token from so many bytes of codes on, if inputs are so many, one
-    # token of more bytes (with float zeros and offsets half as many, of two tokens, too), and without these batches of
-    # so many.
-    rivalled: int
-    spread: int
+    # Where matmul_resident takes a product too: one token of so many bytes of codes or more, and of fewer inputs, where
+    # zeros are bytes or none; with float zeros and offsets beside four bits half as many bytes or, of so many inputs,
+    # others; and without these batches of so many.
     heavy: int
+    spread: int
+    rivalled: int
     entries: int
     mixed: int  # bytes of codes from which on that takes float zeros and offsets of several types, but for one token
 
@@ -236,6 +236,7 @@ class Resident(NamedTuple):
     narrow: float
     half_passes: float
     slots: float
+    slot_sums: float
     clusters: tuple[Cluster, ...]
 
 
@@ -304,6 +305,7 @@ MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream
 PAIR_TABLE_BYTES = 1 << 16  # of the pairs of a table in shared memory (pair_table.cuh), as few rows have it
 SHARED_BYTES = 227 << 10  # of a CTA on an H100
+SHIFTED_TOKENS = 64  # of a tile with float zeros or offsets, of nine tokens or more (measured)
 TEAM_TOKENS = 64  # of a tile of matmul_warpgroup whose inputs two clusters may share, at least
 
 
@@ -328,10 +330,13 @@ def warpgroup_times(
         for shape in costs.rounded
         if scheme.rounds(shape.tokens) and (shape.sum or not scheme.zeros)
     ]
+    most_tokens = 2 * m + 31  # of more most work would be for other tokens
+    if m > 8 and scheme.floats and scheme.rounds(1):
+        most_tokens = max(most_tokens, SHIFTED_TOKENS)
     for shape, more in choices:
         if (
             (shape.tokens < costs.one_pass and m > shape.tokens)
-            or shape.tokens >= 2 * m + 32
+            or shape.tokens > most_tokens
             or (ends > 1 and shape.group == 0)
             or shape.bits not in (0, scheme.bits)
         ):
@@ -486,11 +491,17 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def resident_shifts_beside(bits: int, blocks: int, alike: bool) -> bool:
+    """``resident::shifts_beside_weights`` in ``ffi/cuda/matmul_resident.h``."""
+    return alike and (bits == 8 or blocks > 0)
+
+
 def resident_slots(
-    m: int, stages: int, passes: int, cluster: int, pass_atoms: int, scheme: Scheme, may_turn: bool
+    m: int, stages: int, passes: int, cluster: int, pass_atoms: int, scheme: Scheme, may_turn: bool, makes_sums: bool
 ) -> str | None:
     """Where a CTA's shared memory has room for the activations of so many stages, as ``resident::layout`` in
-    ``ffi/cuda/matmul_resident.cu``: for "all", or for pieces of them that take "turns", where those may.
+    ``ffi/cuda/matmul_resident.cu``: for "all", or for pieces of them that take "turns", where those may. makes_sums:
+    of the activations, for float zeros or offsets.
     """
     block, tokens = 128 // scheme.bits // pass_atoms, 16 if m > 8 else 8
     piece = block
@@ -498,18 +509,18 @@ def resident_slots(
         piece *= 2
     columns = 16 if m > 4 else 8  # of float32 activations, two numbers each
     stage_bytes = (2 * m if scheme.split else tokens) * 256
-    activations = _ceil(stages, piece) * piece * stage_bytes
-    # Their sums, sixteen rows of some of a stage at a time, and what multiplies them.
-    activations += (_ceil(stages * scheme.ends, 16) * 768 + 32768) * scheme.floats
+    # Sums of the activations, sixteen rows of some of a stage at a time, and what multiplies them.
+    sums = (_ceil(stages * scheme.ends, 16) * 768 + 32768) * makes_sums
+    activations = _ceil(stages, piece) * piece * stage_bytes + sums
     if scheme.split:
         activations += (columns - 2 * m) * 128 + stages * columns * 2
-    teams = 16 // pass_atoms + 4 // max(pass_atoms // 2, 1) * scheme.floats  # those are of warps of their own
+    teams = 16 // pass_atoms + 4 // max(pass_atoms // 2, 1) * makes_sums  # those are of warps of their own
     of_pass = max(pass_atoms, cluster) * teams * tokens * 64
     room = SHARED_BYTES - 1024 - (PAIR_TABLE_BYTES if scheme.table else 0)
     if (max(activations, of_pass) if passes == 1 else activations + of_pass) <= room:
         return "all"
     least = 3 * block  # stages of the pieces that are there at once
-    turns = may_turn and passes == 1 and stages > least and least * stage_bytes + of_pass <= room
+    turns = may_turn and passes == 1 and stages > least and least * stage_bytes + sums + of_pass <= room
     return "turns" if turns else None
 
 
@@ -552,13 +563,14 @@ def resident_times(
         part_atoms = _ceil(atoms, parts)
         for pass_atoms in (4,) if scheme.split or scheme.table else (4, 2, 1):
             passes, each = _ceil(part_atoms, pass_atoms), _ceil(stages, 16 // pass_atoms)  # stages of a team
-            blocks = few and resident_blocks(m, k, n, scheme.bits, (cluster.ctas, parts, pass_atoms))
+            blocks = few * resident_blocks(m, k, n, scheme.bits, (cluster.ctas, parts, pass_atoms))
             if (pass_atoms == 1 and not blocks) or (pass_atoms == 2 and not (alike or blocks)):
                 continue
             if m > 8 and pass_atoms < 4 and passes > 1:
                 continue
-            may_turn = pass_atoms == 4 and m <= 8 and alike and not blocks and not scheme.floats
-            slots = resident_slots(m, stages, passes, cluster.ctas, pass_atoms, scheme, may_turn)
+            may_turn = pass_atoms == 4 and m <= 8 and alike and not blocks
+            sums = scheme.floats and not resident_shifts_beside(scheme.bits, blocks, alike)
+            slots = resident_slots(m, stages, passes, cluster.ctas, pass_atoms, scheme, may_turn, sums)
             if slots is None:
                 continue
             us = costs.start + costs.filling * scheme.table + cluster.start
@@ -570,5 +582,7 @@ def resident_times(
             us += costs.rows * m * each + costs.words * part_atoms * stages / 16
             us += costs.teams * cluster.ctas * (16 // pass_atoms - 4)
             us -= costs.one_block * (blocks == 1) + costs.narrow * (pass_atoms == 1)
-            us += costs.half_passes * (not blocks and pass_atoms < 4) + costs.slots * passes * each * (slots == "turns")
+            us += costs.half_passes * (not blocks and pass_atoms < 4)
+            if slots == "turns":
+                us += costs.slots * passes * each + costs.slot_sums * scheme.floats * _ceil(stages * scheme.ends, 32)
             yield (cluster.ctas, parts, pass_atoms), us

@@ -448,14 +448,19 @@ def _warpgroup(p: Product) -> float:
 
 def _decode_is_slower(p: Product) -> bool:
     """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
+    mixed = _mixes_shifts(p)
     if not p.floats and p.batch >= _DECODE.entries:
         return False
-    if _resident(p) == math.inf or (p.m == 1 and _mixes_shifts(p)):
+    if _resident(p) == math.inf or (p.m == 1 and mixed):
         return False
-    if not p.floats and (p.m > 1 or p.scheme.ends == 4):
+    if not mixed and (p.m > 1 or (not p.floats and p.scheme.ends == 4)):
         return True
-    most = _DECODE.rivalled if p.k >= _DECODE.spread and not p.split else _DECODE.heavy
-    return p.weight_bytes < (most // 2 if p.floats else most)
+    spread = p.k >= _DECODE.spread and not p.split
+    if not p.floats:
+        return spread or p.weight_bytes < _DECODE.heavy
+    if p.bits == 8 and not mixed:
+        return p.weight_bytes < _DECODE.heavy
+    return p.weight_bytes < (_DECODE.rivalled if spread else _DECODE.heavy // 2)
 
 
 def _resident_times(p: Product):

@@ -7,6 +7,7 @@ from reference import DTYPES, assert_product, random_weight, random_x
 
 import jax_wonly as jw
 from jax_wonly import _cuda_costs, _cuda_dispatch
+from jax_wonly._abi import ShiftMode
 
 # Inputs and outputs that are no multiples of a tile, for each group size.
 SHAPES = {32: (96, 70), 64: (192, 130), 128: (384, 67), 256: (256, 33), None: (101, 129)}
@@ -120,12 +121,22 @@ def check_gradients(rng, *, bits, mode, implementation=None):
             np.testing.assert_allclose(dfloats["offsets"], per_group.sum(-2), **close)
 
 
+def product_of(m, k, n, mode, x_dtype, *, bits, group_size, scale_dtype=None) -> _cuda_dispatch.Product:
+    dtype, scales = jnp.dtype(x_dtype), jnp.dtype(scale_dtype or x_dtype)
+    of_modes = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8), "table": jnp.dtype(jnp.float32)}
+    shift = of_modes.get(mode, scales)
+    row_modes = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS, "table": ShiftMode.TABLE}
+    row_mode = row_modes.get(mode, ShiftMode.ZEROS)
+    return _cuda_dispatch.Product(m, k, n, 1, bits, dtype, scales, row_mode, shift, k // group_size)
+
+
 def takes_turns(product: _cuda_dispatch.Product, config: tuple[int, int, int]) -> bool:
     """Whether pieces of the activations take turns in shared memory, with a configuration of ``matmul_resident``."""
     cluster, parts, pass_atoms = config
-    stages = -(-product.k // (128 * cluster))
-    passes = -(-product.n // (16 * parts * pass_atoms))
-    return _cuda_costs.resident_slots(product.m, stages, passes, cluster, pass_atoms, product.scheme, True) == "turns"
+    m, k, n, scheme = product.m, product.k, product.n, product.scheme
+    stages, passes = -(-k // (128 * cluster)), -(-n // (16 * parts * pass_atoms))
+    sums = scheme.floats and not _cuda_costs.resident_shifts_beside(scheme.bits, 0, _cuda_dispatch._is_alike(product))
+    return _cuda_costs.resident_slots(m, stages, passes, cluster, pass_atoms, scheme, True, sums) == "turns"
 
 
 def rounds_weights(implementation, x=None, qt=None) -> bool:

@@ -73,7 +73,11 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
     offsets = {"mode": ShiftMode.OFFSETS, "shift": jnp.bfloat16}
     for m in (1, 2):
         assert {kernel(m, 128, k, 2048, bits=8, **offsets) for k in (4096, 8192, 16384)} == {resident}
-        assert [kernel(m, 128, 8192, n, **offsets) for n in (15344, 15360)] == [resident, decode]
+    for k, outputs in ((8192, (15344, 15360)), (28672, (2176, 2208))):
+        assert [kernel(1, 128, k, n, **offsets) for n in outputs] == [resident, decode]
+        assert {kernel(2, 128, k, n, **offsets) for n in outputs} == {resident}
+    assert [kernel(1, 128, 8192, n, bits=8, **offsets) for n in (15344, 15376)] == [resident, decode]
+    assert kernel(1, 128, 28672, 20480) == resident
     assert [kernel(m, g, 8192, 1024, scales=jnp.float32) for m, g in ((2, 128), (1, 32))] == [resident] * 2
     for mode, shift, expected in (
         *((ShiftMode.ZEROS, jnp.uint8, [resident] * 2), (ShiftMode.OFFSETS, jnp.bfloat16, [resident] * 2)),
@@ -124,12 +128,14 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
         found = [kernel(m, 4096, 2112, bits=8, mode=mode, shift=x) for m in (3, 8, 9)]
         assert found == ["matmul_resident"] * 2 + ["matmul_warpgroup"]
     assert kernel(4, 1080, 1000, None) == kernel(4, 1080, 1000, None, bits=8) == "matmul_warpgroup"  # half a tile
-    assert kernel(4, 28672, 8192, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"  # in clusters of four alone
     # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations, unless
     # these take turns.
     assert kernel(4, 256, 1024, batch=140) == kernel(9, 131072, 1024) == "matmul_warpgroup"
-    assert kernel(4, 131072, 1024, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"
-    assert {kernel(m, 131072, 1024) for m in (3, 8)} == {"matmul_resident"}
+    for mode in ({}, {"mode": ShiftMode.OFFSETS, "shift": x}):
+        assert {kernel(m, 131072, 1024, **mode) for m in (3, 8)} == {"matmul_resident"}
+        assert kernel(4, 28672, 8192, **mode) == "matmul_resident"
+    # Many rows of offsets, of which the last come late.
+    assert kernel(4, 28672, 8192, 32, mode=ShiftMode.OFFSETS, shift=x) == "matmul_warpgroup"
     # Scales of any type, in pieces of four bytes, and up to eight tokens zeros and offsets.
     assert {kernel(m, 5120, 5120, g, scales=jnp.float32) for m in (3, 8, 16) for g in (None, 128)} == {
         "matmul_resident"

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_cases import assert_rows, by_expert
-from matmul_cases import rounds_weights, takes_turns
+from matmul_cases import product_of, rounds_weights, takes_turns
 from reference import MODES, UNITS, assert_product, random_weight, random_x, repeated
 
 import jax_wonly as jw
 from jax_wonly import _cuda_costs, _cuda_dispatch, _selftest
-from jax_wonly._abi import ShiftMode
 
 HEAD = """
 .version 8.0
@@ -373,16 +372,17 @@ def test_resident_passes(emulated, rng, monkeypatch, bits, x_dtype, scales):
 
 
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("modes", [("symmetric", "integer_zeros"), ("float_zeros", "offsets")])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_resident_turns(emulated, rng, monkeypatch, bits, x_dtype):
+def test_resident_turns(emulated, rng, monkeypatch, bits, modes, x_dtype):
     """``matmul_resident`` with more inputs than a CTA has room for, whose pieces take turns, in one CTA and in two,
-    with a last piece of any length and half a stage at the end."""
+    with a last piece of any length and half a stage at the end; their sums made meanwhile, or not."""
     wanted = {1, 2} if bits == 4 else {1}  # CTAs of a cluster
     while wanted:
         multiprocessors = int(rng.integers(3, 6))
         monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda of=multiprocessors: ("9.0", of))
         m, k, n = int(rng.integers(1, 9)), 64 * int(rng.integers(200, 500)), int(rng.integers(8, 200))
-        mode, group_size = str(rng.choice(["symmetric", "integer_zeros"])), int(rng.choice([32, 64, 128, k]))
+        mode, group_size = str(rng.choice(modes)), int(rng.choice([32, 64, 128, k]))
         if k * n * bits > 16_000_000 or k % group_size:
             continue
         product = product_of(m, k, n, mode, x_dtype, bits=bits, group_size=group_size)
@@ -397,15 +397,6 @@ def test_resident_turns(emulated, rng, monkeypatch, bits, x_dtype):
         x = random_x(rng, (m, k), x_dtype)
         y = jw.matmul(x, weight.qt, implementation="cuda")
         assert_product(y, x, weight)
-
-
-def product_of(m, k, n, mode, x_dtype, *, bits, group_size, scale_dtype=None) -> _cuda_dispatch.Product:
-    dtype, scales = jnp.dtype(x_dtype), jnp.dtype(scale_dtype or x_dtype)
-    of_modes = {"symmetric": None, "integer_zeros": jnp.dtype(jnp.uint8), "table": jnp.dtype(jnp.float32)}
-    shift = of_modes.get(mode, scales)
-    row_modes = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS, "table": ShiftMode.TABLE}
-    row_mode = row_modes.get(mode, ShiftMode.ZEROS)
-    return _cuda_dispatch.Product(m, k, n, 1, bits, dtype, scales, row_mode, shift, k // group_size)
 
 
 def chosen_cluster(m, k, n, mode, x_dtype, *, bits, group_size) -> int | None:

@@ -131,8 +131,10 @@ def test_kernels_on_cuda(monkeypatch):
     for mode in ("offsets", "float_zeros"):
         assert [kernel(m, mode=mode) for m in (1, 2, 3, 8, 9)] == ["matmul_resident"] * 4 + ["matmul_warpgroup"]
         assert [kernel(m, n=15344, mode=mode) for m in (1, 2)] == ["matmul_resident"] * 2
-        of_three = ["matmul_decode"] * 2 + ["matmul_resident"]
-        assert [kernel(m, n=15360, mode=mode) for m in (1, 2, 3)] == of_three
+        assert [kernel(m, n=15360, mode=mode) for m in (1, 2)] == ["matmul_decode", "matmul_resident"]
+        assert [kernel(1, n=n, bits=8, mode=mode) for n in (15344, 15360)] == ["matmul_resident", "matmul_decode"]
+        assert [kernel(1, 28672, n, mode=mode) for n in (2192, 2208)] == ["matmul_resident", "matmul_decode"]
+    assert kernel(1, 28672, 16384) == "matmul_resident"
     assert {kernel(4, 8192, 8192, group_size=g) for g in (32, 64, 256)} == {"matmul_resident"}
     assert [kernel(9, k) for k in (12288, 14336)] == ["matmul_resident", "matmul_warpgroup"]
     for g in (32, 64, 128, None):
@@ -140,15 +142,15 @@ def test_kernels_on_cuda(monkeypatch):
     # Inputs that are no multiple of 64: not with eight bits and many inputs for their outputs.
     odd = {"bits": 8, "group_size": None}
     assert [kernel(1, 8200, n, **odd) for n in (1024, 1032)] == ["matmul_warpgroup", "matmul_decode"]
-    # One token: many weights, or very many inputs.
+    # One token: many weights, but not very many inputs.
     assert [kernel(1, 8192, n) for n in (30656, 30720)] == ["matmul_resident", "matmul_decode"]
     assert {kernel(1, 8192, 30720, group_size=g) for g in (64, 256, None)} == {"matmul_decode"}
     assert [kernel(1, 8192, n, bits=8) for n in (15344, 15360)] == ["matmul_resident", "matmul_decode"]
     assert {kernel(1, 8192, 15360, bits=8, group_size=32), kernel(2, 8192, 15360, bits=8)} == {"matmul_resident"}
     assert kernel(1, 8192, 30720, group_size=32) == kernel(2, 8192, 30720) == "matmul_resident"
-    assert [kernel(1, k, 992) for k in (28032, 28160)] == ["matmul_resident", "matmul_decode"]
-    assert kernel(1, 28160, 960) == kernel(1, 28160, 992, jnp.float32) == "matmul_resident"
-    assert [kernel(1, k) for k in (43008, 43136)] == ["matmul_decode", "matmul_resident"]
+    assert [kernel(1, k, 9216) for k in (28032, 28160)] == ["matmul_decode", "matmul_resident"]
+    assert kernel(1, 28160, 9216, jnp.float32) == "matmul_decode"
+    assert [kernel(1, k, mode="offsets") for k in (43008, 43136)] == ["matmul_decode", "matmul_resident"]
     for bits in (4, 8):
         assert [kernel(2, bits=bits, lead=(batch,)) for batch in (15, 16)] == ["matmul_resident", "matmul_decode"]
     modes = "integer_zeros", "float_zeros", "offsets"

@@ -112,19 +112,19 @@ Resident as_resident(const MatmulArgs& args, const Device& device) {
   return best;
 }
 
-// Where matmul_resident takes a product too, which is faster but for one token of very many inputs or weights, and two
-// with float zeros and offsets.
+// Where matmul_resident takes a product too, which is faster but for one token of very many weights, and of fewer with
+// float zeros and offsets beside four bits, or of several types.
 bool decode_is_slower(const MatmulArgs& args, const Resident& resident) {
   const int64_t outputs = args.batch * args.n, weights = outputs * args.k * args.bits / 8;
-  const bool floats = has_float_shift(args);
+  const bool floats = has_float_shift(args), mixed = resident::mixes_shifts(args);
   if (!floats && args.batch >= costs::kDecodeEntries) return false;
-  if (resident.us == 0.f || (args.m == 1 && resident::mixes_shifts(args))) return false;
-  if (!floats && (args.m > 1 || decode::stage_groups(args) == 4)) return true;
-  // Of very many inputs matmul_resident needs clusters of four, which not all multiprocessors have room for. float32
-  // ones take matmul_decode longer to prepare.
+  if (resident.us == 0.f || (args.m == 1 && mixed)) return false;
+  if (!mixed && (args.m > 1 || (!floats && decode::stage_groups(args) == 4))) return true;
+  // Of very many inputs of 16 bits matmul_decode is slower whatever weights there are, but for the last case.
   const bool spread = args.x_dtype != DType::kF32 && args.k >= costs::kDecodeSpread;
-  const int64_t most = spread ? costs::kDecodeRivalled : costs::kDecodeHeavy;
-  return weights < (floats ? most / 2 : most);
+  if (!floats && spread) return true;
+  if (!floats || (args.bits == 8 && !mixed)) return weights < costs::kDecodeHeavy;
+  return weights < (spread ? costs::kDecodeRivalled : costs::kDecodeHeavy / 2);
 }
 
 // Of few bytes of weights preparing the activations takes longer than their cheaper products save.

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kRowBytes = 128;            // of activations, half a stage of a token
 constexpr int64_t kMostInputs = 1 << 20;  // whose activations would fit no cluster's shared memory
+constexpr int kTurnRows = kShiftRows * kShiftWarps / (kMostPassAtoms / 2);  // of sums, of all teams that add those
 
 // Whether activations are of 16 bits, and scales, and float zeros or offsets, of their type.
 bool has_own_types(const MatmulArgs& args) {
@@ -26,6 +27,9 @@ bool has_few_blocks(const MatmulArgs& args) {
          (is_alike(args) || !(has_small_groups(args) || has_float_shift(args)));
 }
 
+// Rows of sums of a stage's activations.
+int stage_rows(const MatmulArgs& args) { return has_small_groups(args) ? 4 >> log2_group_blocks(args) : 1; }
+
 // Blocks that a warp has, of one strip, where kernels know: 1 or 2, or 0.
 int blocks_of(const MatmulArgs& args, const Config& config) {
   const int64_t stages = ceil_div(ceil_div(args.k, kStageInputs), config.cluster);
@@ -35,11 +39,10 @@ int blocks_of(const MatmulArgs& args, const Config& config) {
   return blocks <= 2 ? static_cast<int>(blocks) : 0;
 }
 
-// Whether there is a kernel in which pieces of the activations take turns, for where all have no room.
+// Whether there is a kernel in which pieces of the activations take turns, for where all have no room, and a warp has
+// more blocks.
 bool has_turns(const MatmulArgs& args, const Config& config) {
-  const bool zeros = args.shift_mode == ShiftMode::kZeros && args.shift_dtype == DType::kU8;
-  return config.pass_atoms == kMostPassAtoms && args.m <= 8 && has_own_types(args) &&
-         (args.shift_mode == ShiftMode::kNone || zeros) && blocks_of(args, config) == 0;
+  return config.pass_atoms == kMostPassAtoms && args.m <= 8 && is_alike(args);
 }
 
 }  // namespace
@@ -54,7 +57,8 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   // Activations, as many as mma.sync reads, and sums of a strip. float32 ones have two rows each and a factor for a
   // stage, and the last rows that are read may lie behind them.
   const int tokens = args.m > 8 ? 16 : 8, m = static_cast<int>(args.m);
-  const bool split = args.x_dtype == DType::kF32, shifts = has_float_shift(args);
+  const bool split = args.x_dtype == DType::kF32;
+  const bool shifts = has_float_shift(args) && !shifts_beside_weights(args.bits, layout.blocks, has_own_types(args));
   const int columns = args.m > 4 ? 16 : 8, rows = split ? 2 * m : tokens;
   const int stage_bytes = rows * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
   const int x_at = activations_at(args.shift_mode == ShiftMode::kTable);
@@ -72,8 +76,7 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
     if (split) layout.sums_at += (columns - rows) * kRowBytes;
     layout.strips_at = layout.sums_at;
     if (shifts) {
-      const int stage_rows = has_small_groups(args) ? 4 >> log2_group_blocks(args) : 1;
-      layout.shifts_at = layout.sums_at + sum_rows(layout.stages_each, stage_rows) * (kSumPieces * kSumRowBytes);
+      layout.shifts_at = layout.sums_at + sum_rows(layout.stages_each, stage_rows(args)) * (kSumPieces * kSumRowBytes);
       layout.strips_at = layout.shifts_at + kShiftBytes;
     }
     if (split) layout.strips_at += layout.stages_each * columns / 2 * static_cast<int>(sizeof(float));
@@ -94,7 +97,7 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
     layout.over_activations = true;
     return layout;
   }
-  if (!has_turns(args, config)) return layout;
+  if (layout.blocks > 0 || !has_turns(args, config)) return layout;
   in_pieces(log2_block);
   for (int slots = std::min(kMostPieces, layout.pieces - 1); slots >= kLeastSlots; --slots) {
     layout.slots = static_cast<int8_t>(slots);
@@ -158,7 +161,10 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
       if (laid_out.blocks == 1) us -= costs.one_block;
       if (pass_atoms == 1) us -= costs.narrow;
       if (laid_out.blocks == 0 && pass_atoms < kMostPassAtoms) us += costs.half_passes;
-      if (laid_out.slots < laid_out.pieces) us += costs.slots * static_cast<float>(passes * each);
+      if (laid_out.slots < laid_out.pieces) {
+        us += costs.slots * static_cast<float>(passes * each);
+        if (sums) us += costs.slot_sums * static_cast<float>(ceil_div(stages * stage_rows(args), kTurnRows));
+      }
       if (least == 0.f || us < least) {
         least = us;
         *config = candidate;

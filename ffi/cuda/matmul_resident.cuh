@@ -11,10 +11,11 @@
 // groups of 32 each lane of four loads the scale of one, and gives it to the others. Codes that index a table are
 // looked up in pairs, in shared memory (pair_table.cuh).
 //
-// Float zeros and offsets are a product of their own, with the sums of the activations of a stage or group: of bf16
-// numbers, three of which are a sum and up to three what multiplies it, exactly but for the last bits. Four more warps
-// make the sums as activations come, and then the product for each strip, as teams more that take sixteens of sums in
-// turns: nothing of it is in the loop over the weights, whose loads it would wait for.
+// Float zeros and offsets are multiplied by the sums of the activations of a stage or group, products of those and of
+// ones. Where a warp has few weights, or bits are eight, it loads them with its scales, and makes the sums that it
+// needs. Else they are a product of their own: of bf16 numbers, three of which are a sum and up to three what
+// multiplies it, exactly but for the last bits. Four more warps make the sums as activations come, and then the product
+// for each strip, as teams more that take sixteens of sums in turns.
 //
 // float32 activations, up to eight tokens, are two fp16 numbers each, in units of the power of two of the largest one
 // of a token and stage, and so two columns of the same products. The tensor copy engine brings them as they are; four
@@ -83,9 +84,8 @@ struct Params {
   int scale_bytes;
   Divisor of_tokens;  // of rows of those
   uint32_t none;      // zero, which the compiler does not know
-  // What multiplies zeros and offsets is `of_shift`, less the scale, or not.
-  bool of_scales;
-  float of_shift;
+  bool of_scales;     // zeros, which are multiplied by a scale, and subtracted
+  float of_shift;     // 2^-13, or its negative
   MatmulArgs args;
 };
 
@@ -108,8 +108,12 @@ struct Shape {
   static constexpr ShiftKind kShift = kShift_;
   static constexpr int kTokens = kSplit ? 8 : kColumns;
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
-  static constexpr bool kSums = kShift == ShiftKind::kFloats, kTable = kShift == ShiftKind::kTable;
-  static constexpr int kPassPairs = std::max(kPass / 2, 1);  // of strips
+  // Float zeros and offsets are multiplied beside the weights, or by more warps.
+  static constexpr bool kFloats = kShift == ShiftKind::kFloats, kTable = kShift == ShiftKind::kTable;
+  static constexpr bool kBeside = kFloats && shifts_beside_weights(kBits, kBlocks, !kAnyScales);
+  static constexpr bool kSums = kFloats && !kBeside;
+  static constexpr int kLoadedBytes = kShift == ShiftKind::kBytes ? 1 : kBeside ? 2 : 0;  // with a scale
+  static constexpr int kPassPairs = std::max(kPass / 2, 1);                               // of strips
   static constexpr int kMoreTeams = kSums ? kShiftWarps / kPassPairs : 0, kAllTeams = kTeams + kMoreTeams;
   static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
   // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
@@ -122,8 +126,9 @@ struct Shape {
   static constexpr bool kTurns = kTurns_;
   static constexpr int kBehind = 2;
   static_assert(kBehind < kLeastSlots);
-  static_assert(!kTurns || (kBlocks == 0 && kPass == kMostPassAtoms && !kLater && !kSplit && !kSums));
-  static_assert(!kSums || (kTokens == 8 && !kSplit));
+  static_assert(!kTurns || (kBlocks == 0 && kPass == kMostPassAtoms && !kLater && !kSplit));
+  static_assert(!kSums || (kBlocks == 0 && !kSplit));
+  static_assert(!kFloats || kTokens == 8);
   static_assert(!kSplit || (kAnyScales && kTeams == kSplitWarps));
   static constexpr int kMoreWarps = kSplit ? kSplitWarps : kSums ? kShiftWarps : 0;
   static constexpr int kSlotRows = kMoreTeams * kShiftRows;  // from those of a team to its next
@@ -131,7 +136,6 @@ struct Shape {
   static constexpr int kItemBytes = kShiftRows * 2 * kAtomN * 2 * (kAnyScales ? 4 : 2);
   static constexpr int kSlots = kShiftBytes / kShiftWarps / kItemBytes;
   // Of registers all have as many when they begin; those that add shifts leave some to the others.
-  static constexpr bool kMovesRegisters = kSums && kBlocks == 0;
   static constexpr int kMainRegisters = 104, kShiftRegisters = 64;
   static constexpr int kAllThreads = kThreads + kMoreWarps * 32;
   // Warps that multiply split the first piece, for which they have yet to wait; of up to four tokens they would ask for
@@ -140,7 +144,7 @@ struct Shape {
   static constexpr int kFactors = kColumns / 2;                                     // of a stage's tokens
   static constexpr int kRowBytes = kStageInputs * static_cast<int>(sizeof(Input));  // a token's inputs of a stage
   // Outputs that are not finite are summed up again, term by term.
-  static constexpr bool kExact = kSums || kSplit;
+  static constexpr bool kExact = kFloats || kSplit;
 };
 
 // float32 activations in a CTA's shared memory become two fp16 numbers each, in their place, by a warp: rows `first` to
@@ -191,11 +195,12 @@ __device__ __forceinline__ uint32_t take_bf16(float* low, float* high) {
   return both;
 }
 
-// Sums of a stage's activations by a warp, 2^-13 of those of all its inputs or of each 32 << `log2_row_blocks`: rows of
-// eight tokens, kSumPieces times, `piece_bytes` apart: what a bf16 number has of a sum, and others of what is left.
+// Sums of a stage's activations by a warp, `unit` times those of all its inputs or of each 32 << `log2_row_blocks`:
+// rows of eight tokens, kSumPieces times, `piece_bytes` apart: what a bf16 number has of a sum, and others of what is
+// left.
 template <typename S>
 __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row, int tokens, int lane, uint8_t* to,
-                                                int piece_bytes, int log2_row_blocks) {
+                                                int piece_bytes, int log2_row_blocks, float unit) {
   using X = typename S::X;
   const X one = from_float<X>(1.f);
   const uint32_t pair = pack_pair(one, one);
@@ -206,16 +211,16 @@ __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row,
   float mine[2] = {};
 #pragma unroll
   for (int block = 0; block < kStageBlocks; ++block) {
-    const int unit = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
+    const int piece = block % 2 * 4 + lane / 8;  // of 16 bytes, swizzled
     const int of_block = first_row + block / 2 * tokens + lane % 8;
     uint32_t inputs[4];
     float sum[4] = {};
-    ptx::load_matrices(inputs, ptx::shared_address(x + of_block * 128 + (unit ^ of_block % 8) * 16));
+    ptx::load_matrices(inputs, ptx::shared_address(x + of_block * 128 + (piece ^ of_block % 8) * 16));
     ptx::mma<Convert<X>::kBf16>(sum, ones, inputs[0], inputs[1]);
     ptx::mma<Convert<X>::kBf16>(sum, ones, inputs[2], inputs[3]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (S::kGroups == 1 || block >> log2_row_blocks == row) mine[i] += sum[i] * 0x1p-13f;
+      if (S::kGroups == 1 || block >> log2_row_blocks == row) mine[i] = fmaf(sum[i], unit, mine[i]);
     }
   }
 #pragma unroll
@@ -227,42 +232,49 @@ __device__ __forceinline__ void add_activations(const uint8_t* x, int first_row,
 
 // What multiplies sums, of 16 outputs and rows, as bf16 numbers whose sum it is: float zeros or offsets of the
 // activations' type, and scales of those, in the order of an operand of a product.
-template <typename X>
-__device__ __forceinline__ void split_shifts(const uint32_t (&shifts)[4], const uint32_t (&scales)[4], bool of_scales,
+template <typename X, bool kOfScales>
+__device__ __forceinline__ void split_shifts(const uint32_t (&shifts)[4], const uint32_t (&scales)[4],
                                              uint32_t (&numbers)[3][4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if constexpr (Convert<X>::kBf16) {
-      constexpr uint32_t kSigns = 0x80008000u;
-      numbers[0][i] = of_scales ? ptx::fma_bf16x2(shifts[i], scales[i] ^ kSigns, kSigns) : shifts[i];
-      numbers[1][i] = of_scales ? ptx::fma_bf16x2(shifts[i], scales[i] ^ kSigns, numbers[0][i] ^ kSigns) : 0;
-      numbers[2][i] = 0;
-    } else {
+    if constexpr (!Convert<X>::kBf16) {
       float2 both = to_floats<X>(shifts[i]);
       const float2 scale = to_floats<X>(scales[i]);
-      if (of_scales) both = {both.x * -scale.x, both.y * -scale.y};
+      if (kOfScales) both = {both.x * scale.x, both.y * scale.y};
 #pragma unroll
       for (auto& of_piece : numbers) of_piece[i] = take_bf16(&both.x, &both.y);
+    } else if constexpr (kOfScales) {
+      numbers[0][i] = ptx::mul_bf16x2(shifts[i], scales[i]);
+      numbers[1][i] = ptx::fma_bf16x2(shifts[i], scales[i], numbers[0][i] ^ 0x80008000u);
+    } else {
+      numbers[0][i] = shifts[i];
     }
   }
 }
 
-// Products of `kNumbers` of such and sums of 16 rows of eight tokens, added to `acc`: the least first, and in sums of
-// their own, as tensor cores round down.
-template <int kNumbers>
-__device__ __forceinline__ void multiply_sums(float (&acc)[4], const uint32_t (&numbers)[3][4],
+// Products of `kNumbers` of such and sums of 16 rows of eight tokens, added to `acc`, for each of `kStrips`. Those of
+// the least pieces are sums of their own, as tensor cores round down, and as each product waits for the one before.
+template <int kNumbers, int kStrips>
+__device__ __forceinline__ void multiply_sums(float (*acc)[4], const uint32_t (*numbers)[3][4],
                                               const uint32_t (&sums)[2 * kSumPieces]) {
-  float part[4] = {};
+  float parts[kStrips][2][4] = {};
 #pragma unroll
-  for (int order = 2; order >= 0; --order) {
+  for (int order = kSumPieces - 1; order >= 0; --order) {
 #pragma unroll
     for (int number = 0; number <= std::min(order, kNumbers - 1); ++number) {
       const int of_sum = order - number;
-      ptx::mma_bf16(part, numbers[number], sums[2 * of_sum], sums[2 * of_sum + 1]);
+#pragma unroll
+      for (int strip = 0; strip < kStrips; ++strip) {
+        float (&part)[4] = parts[strip][order == kSumPieces - 1];
+        ptx::mma_bf16(part, numbers[strip][number], sums[2 * of_sum], sums[2 * of_sum + 1]);
+      }
     }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) acc[i] += part[i];
+  for (int strip = 0; strip < kStrips; ++strip) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) acc[strip][i] += parts[strip][1][i] + parts[strip][0][i];
+  }
 }
 
 // Where sums of strips are: of a round of passes, of all teams of the cluster's CTAs, whose strips the CTAs finish in
@@ -332,68 +344,106 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
   // bytes are swizzled so that lanes read different banks.
   uint8_t* const items = shared + layout.shifts_at + warp * (S::kSlots * S::kItemBytes);
   int fetch_row = first_row, fetch_strip = first_strip;
+  const int first_block = first_stage * kStageBlocks, row_blocks = 1 << log2_row_blocks;
+  const int end_row = min(rows, (params.blocks - first_block + row_blocks - 1) >> log2_row_blocks);
   const auto fetch_kind = [&](const uint8_t* from, int bytes, uint8_t* item) {
     const int log2_units = bytes == 4 ? 3 : 2, log2_of_unit = bytes == 4 ? 2 : 3;  // in a row, outputs of one
-    const bool aligned = params.outputs % (1 << log2_of_unit) == 0;
     const int first = (first_atom + fetch_strip) * kAtomN;
     const int end = min(params.outputs, (first_atom + min(atoms, fetch_strip + kStrips)) * kAtomN);
+    const auto fetch_each = [&](auto copy) {
 #pragma unroll(S::kAnyScales ? 1 : 2)
-    for (int i = lane; i < kShiftRows << log2_units; i += 32) {
-      const int of_item = i >> log2_units, unit = i & ((1 << log2_units) - 1), row = fetch_row + of_item;
-      const int block = first_stage * kStageBlocks + (row << log2_row_blocks), n = first + (unit << log2_of_unit);
-      const int64_t at = static_cast<int64_t>(block >> params.log2_group_blocks) * params.outputs + n;
-      uint8_t* const to = item + of_item * (2 * kAtomN * bytes) + (unit ^ of_item / 2 % 4 << log2_units - 2) * 16;
-      if (n >= end || row >= rows || block >= params.blocks) {
-        *reinterpret_cast<uint4*>(to) = {};
-      } else if (aligned) {
-        ptx::cp_async_16(to, from + at * bytes);
-      } else if (bytes == 4) {
+      for (int i = lane; i < kShiftRows << log2_units; i += 32) {
+        const int of_item = i >> log2_units, unit = i & ((1 << log2_units) - 1), row = fetch_row + of_item;
+        const int block = first_block + (row << log2_row_blocks), n = first + (unit << log2_of_unit);
+        const int64_t at = static_cast<int64_t>(block >> params.log2_group_blocks) * params.outputs + n;
+        uint8_t* const to = item + of_item * (2 * kAtomN * bytes) + (unit ^ of_item / 2 % 4 << log2_units - 2) * 16;
+        copy(to, at, row < end_row ? end - n : 0);
+      }
+    };
+    if (S::kAnyScales && params.outputs % (1 << log2_of_unit) == 0) {
+      fetch_each([&](uint8_t* to, int64_t at, int wanted) {
+        ptx::cp_async_16_or_zeros(ptx::shared_address(to), from + at * bytes, wanted > 0);
+      });
+    } else if (bytes == 4) {
+      fetch_each([&](uint8_t* to, int64_t at, int wanted) {
         uint32_t numbers[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) numbers[j] = n + j < end ? reinterpret_cast<const uint32_t*>(from)[at + j] : 0;
+        for (int j = 0; j < 4; ++j) numbers[j] = j < wanted ? reinterpret_cast<const uint32_t*>(from)[at + j] : 0;
         *reinterpret_cast<uint4*>(to) = {numbers[0], numbers[1], numbers[2], numbers[3]};
-      } else {
+      });
+    } else {
+      fetch_each([&](uint8_t* to, int64_t at, int wanted) {
         uint32_t pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const uint16_t* const pair = reinterpret_cast<const uint16_t*>(from) + at + 2 * j;
-          pairs[j] = n + 2 * j < end ? pair[0] : 0;
-          pairs[j] |= (n + 2 * j + 1 < end ? pair[1] : 0) << 16;
+          pairs[j] = 2 * j < wanted ? pair[0] : 0;
+          pairs[j] |= (2 * j + 1 < wanted ? pair[1] : 0) << 16;
         }
         *reinterpret_cast<uint4*>(to) = {pairs[0], pairs[1], pairs[2], pairs[3]};
-      }
+      });
     }
   };
+  // What most products have: numbers of 16 bits in rows of whole pieces. Lane 4r + u copies piece u of rows r and r + 8
+  // of both kinds, and its places are not made of the parameters again for each.
+  const bool in_pieces = !S::kAnyScales && params.outputs % 8 == 0;
+  const uint32_t row_bytes = static_cast<uint32_t>(params.outputs) * 2;
+  int lane_end = 0;  // of rows
+  int64_t lane_n = 0;
+  const auto at_strip = [&](int strip) {
+    const int end = min(params.outputs, (first_atom + min(atoms, strip + kStrips)) * kAtomN);
+    const int n = (first_atom + strip) * kAtomN + lane % 4 * 8;
+    lane_n = ptx::kept(static_cast<int64_t>(n) * 2);
+    lane_end = n < end ? end_row : 0;
+  };
+  if (in_pieces) at_strip(fetch_strip);
+  const int64_t shifts_from = ptx::kept(reinterpret_cast<int64_t>(shifts));
+  const int64_t scales_from = ptx::kept(reinterpret_cast<int64_t>(scales));
+  const uint32_t lane_to = ptx::shared_address(items) + lane / 4 * 64 + (lane % 4 ^ lane / 8 % 4) * 16;
   const auto fetch = [&](int slot) {
     if (fetch_row < rows && fetch_strip < atoms) {
-      uint8_t* const item = items + slot * S::kItemBytes;
-      fetch_kind(shifts, shift_bytes, item);
-      if (params.of_scales) fetch_kind(scales, scale_bytes, item + S::kItemBytes / 2);
+      if (in_pieces) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = fetch_row + lane / 4 + half * 8;
+          const auto group = static_cast<uint32_t>(first_block + (row << log2_row_blocks) >> params.log2_group_blocks);
+          const int64_t at = static_cast<int64_t>(uint64_t{group} * row_bytes) + lane_n;
+          const uint32_t to = lane_to + slot * S::kItemBytes + half * 512;
+          ptx::cp_async_16_or_zeros(to, reinterpret_cast<const void*>(shifts_from + at), row < lane_end);
+          if (params.of_scales) {
+            const auto* const from = reinterpret_cast<const void*>(scales_from + at);
+            ptx::cp_async_16_or_zeros(to + S::kItemBytes / 2, from, row < lane_end);
+          }
+        }
+      } else {
+        uint8_t* const item = items + slot * S::kItemBytes;
+        fetch_kind(shifts, shift_bytes, item);
+        if (params.of_scales) fetch_kind(scales, scale_bytes, item + S::kItemBytes / 2);
+      }
     }
     ptx::cp_async_commit();
     fetch_row += S::kSlotRows;
     if (fetch_row >= rows) {  // on to the next pass
       fetch_row = first_row;
       fetch_strip += kPassAtoms;
+      if (in_pieces) at_strip(fetch_strip);
     }
   };
 #pragma unroll 1
   for (int slot = 0; slot < S::kSlots; ++slot) {
     fetch(slot);
-    // What few blocks have is all that they wait for; others are not to wait for more.
-    if (slot != (S::kBlocks > 0 ? S::kSlots - 1 : 0)) continue;
-    __syncthreads();
+    if (slot > 0) continue;
+    __syncthreads();  // the other warps are not to wait for more
     if (strips.log2_cluster > 0) ptx::cluster_arrive();
   }
-  if (S::kBlocks == 0) {  // what comes later is in the L2 then
-    const int first = first_stage * kStageBlocks >> params.log2_group_blocks;
-    const int end_block = min((first_stage + stages) * kStageBlocks, params.blocks);
-    const int groups = ((end_block - 1) >> params.log2_group_blocks) - first + 1, of_line = 128 / shift_bytes;
-    const int lines = (atoms * kAtomN + of_line - 1) / of_line;
-    for (int i = threadIdx.x; i < groups * lines; i += kShiftWarps * 32) {
-      const int n = min(first_atom * kAtomN + i % lines * of_line, params.outputs - 1);
-      ptx::prefetch_line(shifts + (static_cast<int64_t>(first + i / lines) * params.outputs + n) * shift_bytes);
-    }
+  // What comes later is in the L2 then.
+  const int first = first_stage * kStageBlocks >> params.log2_group_blocks;
+  const int end_block = min((first_stage + stages) * kStageBlocks, params.blocks);
+  const int groups = ((end_block - 1) >> params.log2_group_blocks) - first + 1, of_line = 128 / shift_bytes;
+  const int lines = (atoms * kAtomN + of_line - 1) / of_line;
+  for (int i = threadIdx.x; i < groups * lines; i += kShiftWarps * 32) {
+    const int n = min(first_atom * kAtomN + i % lines * of_line, params.outputs - 1);
+    ptx::prefetch_line(shifts + (static_cast<int64_t>(first + i / lines) * params.outputs + n) * shift_bytes);
   }
 
   uint8_t* const sums = shared + layout.sums_at;
@@ -402,17 +452,22 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
 #pragma unroll
     for (int piece = 0; piece < kSumPieces; ++piece) *reinterpret_cast<uint4*>(sums + piece * piece_bytes + i) = {};
   }
-  // Of few blocks all activations come at about the same time: nothing then stands between the sums.
-  const auto wait_for = [&](int piece) { ptx::barrier_wait(reinterpret_cast<uint64_t*>(shared) + piece, 0); };
-  if (S::kBlocks > 0) {
-    for (int piece = 0; piece << layout.log2_piece < stages; ++piece) wait_for(piece);
-  }
-#pragma unroll(S::kBlocks > 0 ? 2 : 1)
+#pragma unroll 1
   for (int stage = warp; stage < stages; stage += kShiftWarps) {
-    if (S::kBlocks == 0) wait_for(stage >> layout.log2_piece);
-    add_activations<S>(shared + activations_at(S::kTable), stage * kChunks * static_cast<int>(args.m),
+    int at = stage, turn = 0;  // where its activations are, of those that have room
+    if constexpr (S::kTurns) {
+      turn = (stage >> layout.log2_piece) / layout.slots;
+      at -= turn * layout.slots << layout.log2_piece;
+    }
+    const int slot = at >> layout.log2_piece;
+    ptx::barrier_wait(reinterpret_cast<uint64_t*>(shared) + slot, turn & 1);
+    add_activations<S>(shared + activations_at(S::kTable), at * kChunks * static_cast<int>(args.m),
                        static_cast<int>(args.m), lane, sums + stage * stage_rows * kSumRowBytes, piece_bytes,
-                       log2_row_blocks);
+                       log2_row_blocks, params.of_shift);
+    if constexpr (S::kTurns) {  // of a piece that another follows each warp has a stage, or more
+      const bool ends = stage + kShiftWarps >> layout.log2_piece != stage >> layout.log2_piece;
+      if (ends) ptx::warp_arrive(reinterpret_cast<uint64_t*>(shared + kEmptyAt) + slot, lane);
+    }
   }
   ptx::named_sync<kSumsBarrier, kShiftWarps * 32>();
   if (strips.log2_cluster > 0) ptx::cluster_wait();
@@ -436,7 +491,7 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
   for (int round_atom = 0;;) {
     const int end_atom = min(round_atom + round_atoms, atoms);
 #pragma unroll 1
-    for (int pass_atom = round_atom; pass_atom < (S::kBlocks > 0 ? 1 : end_atom); pass_atom += kPassAtoms) {
+    for (int pass_atom = round_atom; pass_atom < end_atom; pass_atom += kPassAtoms) {
       const int strip = pass_atom + first_strip;
       float acc[kStrips][4] = {};
 #pragma unroll 1
@@ -462,7 +517,7 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
                 const int of_pair = j / 2 * 2 + k, eight = 2 * i + j % 2;
                 products[k] = number(item, args.shift_dtype, shift_bytes, of_pair, eight);
                 if (params.of_scales) {
-                  products[k] *= -number(item + S::kItemBytes / 2, args.scale_dtype, scale_bytes, of_pair, eight);
+                  products[k] *= number(item + S::kItemBytes / 2, args.scale_dtype, scale_bytes, of_pair, eight);
                 }
               }
 #pragma unroll
@@ -470,7 +525,7 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
             }
 #pragma unroll
             for (int strip_of = 0; strip_of < kStrips; ++strip_of) {
-              if (strip_of == i) multiply_sums<3>(acc[strip_of], numbers, pieces);
+              if (strip_of == i) multiply_sums<3, 1>(acc + strip_of, &numbers, pieces);
             }
           }
           __syncwarp();  // all have read
@@ -485,17 +540,16 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
           }
           __syncwarp();  // all have read
           fetch(slot);
+          const auto multiply = [&](auto of_scales) {
+            uint32_t numbers[kStrips][3][4];
 #pragma unroll
-          for (int i = 0; i < kStrips; ++i) {
-            uint32_t numbers[3][4];
-            split_shifts<X>(of_shift[i], of_scale[i], params.of_scales, numbers);
-            if (!Convert<X>::kBf16) {
-              multiply_sums<3>(acc[i], numbers, pieces);
-            } else if (params.of_scales) {
-              multiply_sums<2>(acc[i], numbers, pieces);
-            } else {
-              multiply_sums<1>(acc[i], numbers, pieces);
-            }
+            for (int i = 0; i < kStrips; ++i) split_shifts<X, of_scales.value>(of_shift[i], of_scale[i], numbers[i]);
+            multiply_sums<Convert<X>::kBf16 ? of_scales.value ? 2 : 1 : 3, kStrips>(acc, numbers, pieces);
+          };
+          if (params.of_scales) {
+            multiply(std::true_type{});
+          } else {
+            multiply(std::false_type{});
           }
         }
       }
@@ -508,7 +562,7 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
     }
     if (strips.log2_cluster == 0) __syncthreads();  // they can be added up
     round_atom = end_atom;
-    if (S::kBlocks > 0 || end_atom >= atoms) break;
+    if (end_atom >= atoms) break;
     meet(strips.log2_cluster);  // and have been
   }
 }
@@ -580,7 +634,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   };
   if constexpr (S::kSums) {
     if (team >= kTeams) {
-      if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kShiftRegisters>();
+      ptx::lower_registers<S::kShiftRegisters>();
       const int round_atoms = strips_of_round();
       add_shifts<S>(params, shared, strips_of(round_atoms), batch, first_stage, cta_tiles, first_atom, atoms,
                     round_atoms);
@@ -606,8 +660,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         for (int row = piece * piece_rows; row < end; row += kSplitRows) {
           split_rows<S>(x, factors, params.of_tokens, of, lane, row, end);
         }
-        __syncwarp();
-        if (ptx::arrives(lane)) ptx::barrier_arrive(arrived + piece);
+        ptx::warp_arrive(arrived + piece, lane);
       }
       return;
     }
@@ -644,7 +697,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   // The first words before all else, and not as loads that the compiler may put behind the barrier after them. The
   // branch behind them keeps what asking for scales takes from being put before them.
   fetch_words_of(std::true_type{}, 0, fetch_tiles);
-  if constexpr (S::kMovesRegisters) ptx::raise_registers<S::kMainRegisters>();
+  if constexpr (S::kSums) ptx::raise_registers<S::kMainRegisters>();
 
   const int round_atoms = strips_of_round();
   const auto mine_of = [&](int of_round) { return (of_round - rank + cluster - 1) >> params.log2_cluster; };
@@ -653,7 +706,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     for (int i = 0; i < slots; ++i) {
       ptx::barrier_init(copied + i, 1);
       if (S::kSplit) ptx::barrier_init(arrived + i, (S::kAllSplit && i == 0 ? kWarps : kSplitWarps) * ptx::kArrivals);
-      if (S::kTurns) ptx::barrier_init(empty + i, kWarps * ptx::kArrivals);
+      if (S::kTurns) ptx::barrier_init(empty + i, (kWarps + (S::kSums ? kShiftWarps : 0)) * ptx::kArrivals);
     }
     ptx::barrier_init(received, 1);
     ptx::barrier_init_fence();
@@ -666,8 +719,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       (first_stage + warp / kPassAtoms) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
   int64_t first_scale = static_cast<int64_t>(first_group) * params.outputs + (first_strip * kAtomN + g);
   const uint8_t* fetch_zeros = nullptr;
-  if constexpr (S::kShift == ShiftKind::kBytes) {
-    fetch_zeros = static_cast<const uint8_t*>(args.shift) + (batch * args.shift_batch_stride + first_scale);
+  if constexpr (S::kLoadedBytes > 0) {
+    const int64_t first = batch * args.shift_batch_stride + first_scale;
+    fetch_zeros = static_cast<const uint8_t*>(args.shift) + first * S::kLoadedBytes;
   }
   if (batch > 0) first_scale += batch * args.scales_batch_stride;
   const uint8_t* fetch_scales = params.scales + first_scale * scale_bytes;
@@ -692,8 +746,10 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         if (kGroups > 1 && !wanted) scale[i] = zero[i] = 0;
         const uint8_t* const from = fetch_scales + step * scale_bytes;
         ptx::load_part<S::kAnyScales ? 4 : 2, !first.value>(scale[i], from + 8 * scale_bytes * i, of_row);
-        if constexpr (S::kShift == ShiftKind::kBytes)
-          ptx::load_part<1, !first.value>(zero[i], fetch_zeros + step + 8 * i, of_row);
+        if constexpr (S::kLoadedBytes > 0) {
+          const uint8_t* const zeros_from = fetch_zeros + (step + 8 * i) * S::kLoadedBytes;
+          ptx::load_part<S::kLoadedBytes, !first.value>(zero[i], zeros_from, of_row);
+        }
       }
     }
   };
@@ -701,7 +757,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const auto advance = [&](bool ends) {
     fetch_words += kAhead * kStepTiles * kTileWords;
     fetch_scales += kAhead * params.step_scales * scale_bytes;
-    fetch_zeros += kAhead * params.step_scales;
+    fetch_zeros += kAhead * params.step_scales * S::kLoadedBytes;
     fetch_tiles -= kAhead * kStepTiles;
     if (!ends) return;
     // Strips of a packed tile lie one behind the other.
@@ -711,7 +767,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     fetch_words += kPassAtoms * kAtomWords;
     const int64_t back = static_cast<int64_t>(turns * kTurn) * params.step_scales;
     fetch_scales += (kPassAtoms * kAtomN - back) * scale_bytes;
-    fetch_zeros += kPassAtoms * kAtomN - back;
+    fetch_zeros += (kPassAtoms * kAtomN - back) * S::kLoadedBytes;
     fetch_rows -= kPassAtoms * kAtomN;
     fetch_atoms -= kPassAtoms;
     fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
@@ -736,8 +792,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
          row += kPassAtoms * kSplitRows) {
       split_rows<S>(x, factors, params.of_tokens, team, lane, row, end);
     }
-    __syncwarp();
-    if (ptx::arrives(lane)) ptx::barrier_arrive(arrived);
+    ptx::warp_arrive(arrived, lane);
   }
   const int tiles = cta_tiles - team * kTiles;
   // Where this lane's rows of activations for ldmatrix are: of a team's first stage, and its next stages a
@@ -812,12 +867,12 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
             constexpr int kChains = kGroups > 1 ? kGroups : kColumns == 8 ? 2 : 1;
             constexpr int kChainBlocks = kStageBlocks / kChains;
             const int stage = turn * kTurn + i;  // of this team
-            float part_sums[kChains][kColumns / 2] = {};
+            float part_sums[kChains][kColumns / 2] = {}, x_sums[kChains][kColumns / 2] = {};
 #pragma unroll
             for (int block = 0; block < kStageBlocks; ++block) {
               uint32_t minus_zero[2], pair = zero_pair;
               if (S::kShift == ShiftKind::kBytes && kGroups > 1) pair = __shfl_sync(0xffffffffu, zero_pair, block, 4);
-              minus_zero[0] = S::kSums ? 0 : C::minus_zero(bias_of(kBits));
+              minus_zero[0] = S::kFloats ? 0 : C::minus_zero(bias_of(kBits));
               if constexpr (S::kShift == ShiftKind::kBytes) minus_zero[0] = ptx::low_twice(pair);
               minus_zero[1] = S::kShift == ShiftKind::kBytes ? ptx::high_twice(pair) : minus_zero[0];
               const uint4& w = stage_words[block * kTiles / kStageBlocks];
@@ -840,6 +895,12 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {
                   ptx::mma<C::kBf16>(to, codes[step], inputs[2 * step], inputs[2 * step + 1]);
+                  if constexpr (S::kBeside) {
+                    constexpr uint32_t kOnes = C::kBf16 ? 0x3f803f80u : 0x3c003c00u;
+                    const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+                    float (&x_sum)[4] = *reinterpret_cast<float (*)[4]>(x_sums[block / kChainBlocks] + 4 * eight);
+                    ptx::mma<C::kBf16>(x_sum, ones, inputs[2 * step], inputs[2 * step + 1]);
+                  }
                   if constexpr (S::kTable && S::kPieces > 1) {
                     ptx::mma<C::kBf16>(to, second_numbers[step], inputs[2 * step], inputs[2 * step + 1]);
                   }
@@ -860,15 +921,28 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
               const uint32_t pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
               return to_floats<X>(kGroups > 1 ? __shfl_sync(0xffffffffu, pair, chain * kChainBlocks, 4) : pair);
             };
+            float2 own_shift = {};  // of rows g and g + 8, in units of the sums
+            if constexpr (S::kBeside) {
+              own_shift = to_floats<X>(__byte_perm(shifts_of[0], shifts_of[1], 0x5410));
+              const float2 scale = to_floats<X>(__byte_perm(scales_of[0], scales_of[1], 0x5410));
+              own_shift.x *= params.of_scales ? scale.x * params.of_shift : params.of_shift;
+              own_shift.y *= params.of_scales ? scale.y * params.of_shift : params.of_shift;
+            }
             float of_stage[kColumns / 4] = {};
 #pragma unroll
             for (int chain = 0; chain < kChains; ++chain) {
               const float2 scale = scales_of_chain(chain);
+              float2 shift = own_shift;
+              if (S::kBeside && kGroups > 1) {
+                shift.x = __shfl_sync(0xffffffffu, own_shift.x, chain * kChainBlocks, 4);
+                shift.y = __shfl_sync(0xffffffffu, own_shift.y, chain * kChainBlocks, 4);
+              }
 #pragma unroll
               for (int j = 0; j < kColumns / 2; ++j) {
                 const float scale_of = j % 4 < 2 ? scale.x : scale.y, sum = part_sums[chain][j];
                 if constexpr (!S::kSplit) {
                   acc[j] = fmaf(scale_of, sum, acc[j]);
+                  if constexpr (S::kBeside) acc[j] = fmaf(j % 4 < 2 ? shift.x : shift.y, x_sums[chain][j], acc[j]);
                 } else if (j % 2 == 0) {
                   of_stage[j / 2] = fmaf(scale_of, sum + part_sums[chain][j + 1], of_stage[j / 2]);
                 }
@@ -1053,7 +1127,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   params.scale_bytes = element_size(args.scale_dtype);
   params.of_tokens = Divisor(static_cast<int>(args.m));
   params.of_scales = args.shift_mode != ShiftMode::kOffsets;
-  params.of_shift = params.of_scales ? 0.f : 1.f;
+  params.of_shift = params.of_scales ? -0x1p-13f : 0x1p-13f;
   if (params.layout.passes == 0 || 1 << params.log2_cluster != config.cluster) return cudaErrorInvalidConfiguration;
   if (!has_passes(args, config)) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
@@ -1093,7 +1167,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
         if (params.layout.blocks > 0) return of_few(four);
       }
       constexpr std::integral_constant<int, 0> any_blocks;
-      if constexpr (kColumns == 8 && !kAny && (kShift == ShiftKind::kNone || kShift == ShiftKind::kBytes)) {
+      if constexpr (kColumns == 8 && !kAny && kShift != ShiftKind::kTable) {
         if (params.layout.slots < params.layout.pieces) {  // as has_turns allows
           return launch_shape(Shape<Input, kBits, kMostPassAtoms, 0, kColumns, kGroups, kShift, kAny, true>{});
         }

@@ -38,6 +38,12 @@ static_assert(ahead(8) * kWarps == kMostPassAtoms << log2_block_stages(8, kMostP
 // Whether there is a kernel in which a CTA has so many strips at a time.
 bool has_passes(const MatmulArgs& args, const Config& config);
 
+// Whether float zeros or offsets are loaded with the scales, and multiplied by sums that each warp makes of its
+// activations: of more than two blocks of four bits more warps that do nothing else take less time.
+constexpr bool shifts_beside_weights(int bits, int blocks, bool own_types) {
+  return own_types && (bits == 8 || blocks > 0);
+}
+
 // Rows of sums of the activations of stages, of which each has some: whole sixteens, as they are multiplied.
 WONLY_HOST_DEVICE int sum_rows(int stages, int stage_rows) {
   return (stages * stage_rows + kShiftRows - 1) / kShiftRows * kShiftRows;
@@ -82,6 +88,7 @@ struct Costs {
   float narrow;       // less where a pass is one strip
   float half_passes;  // more where it is two, and a warp has more than two blocks
   float slots;        // of a stage, more where pieces of the activations take turns
+  float slot_sums;    // and of rows of sums, so many that warps that add them have some each: the last come late
 };
 
 // Whether this kernel computes `args`: K a multiple of 64, uint8 zeros or none, and scales of any type, in rows

@@ -6,10 +6,11 @@
 
 namespace wonly::warpgroup {
 
-constexpr int kSplitBytes = 4;     // of an activation in pieces, of a token's power of two, and of a sum
-constexpr int kSplitTokens = 64;   // of the largest tile of such
-constexpr int kMostTokens = 216;   // of a tile
-constexpr float kSurely = 0.999f;  // whatever sums of float32 are rounded to
+constexpr int kSplitBytes = 4;          // of an activation in pieces, of a token's power of two, and of a sum
+constexpr int kSplitTokens = 64;        // of the largest tile of such
+constexpr int kMostTokens = 216;        // of a tile
+constexpr int64_t kShiftedTokens = 64;  // of one with float zeros or offsets, of nine tokens or more (measured)
+constexpr float kSurely = 0.999f;       // whatever sums of float32 are rounded to
 
 int64_t sum_count(const MatmulArgs& args) {
   if (!has_float_shift(args)) return 0;
@@ -74,6 +75,8 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const bool alike = args.x_dtype != DType::kF32 && (is_plain(args) || kMostTokens >= rounded_from);
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
+  int64_t most_tokens = 2 * args.m + 31;  // of more most work would be for other tokens, and is not recorded
+  if (sums && rounded_from == 0 && args.m > 8) most_tokens = std::max(most_tokens, kShiftedTokens);
   float least = 0.f;
   const auto compare = [&](const Config& of, float us) {
     if (least > 0.f && us >= least) return;
@@ -82,7 +85,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   };
   const auto consider = [&](const Cost& cost, float more) {
     if (cost.tokens < costs.one_pass && args.m > cost.tokens) return;  // would read the weights again
-    if (cost.tokens >= 2 * args.m + 32) return;                        // mostly other tokens' work, not recorded
+    if (cost.tokens > most_tokens) return;
     if (groups > 1.f && cost.group == 0.f) return;
     if (cost.bits != 0 && cost.bits != args.bits) return;
     if (whole && args.n % (64 * cost.warpgroups) != 0) return;

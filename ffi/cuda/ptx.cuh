@@ -71,6 +71,16 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global) {
 #endif
 }
 
+// The same, or zeros, to an address in shared memory; without a branch.
+__device__ __forceinline__ void cp_async_16_or_zeros(uint32_t shared, const void* global, bool wanted) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
+               : "memory");
+#else
+  __trap();
+#endif
+}
+
 // 16 bytes that nobody reads again, on a condition; `to` stays as it is otherwise. In program order with the other
 // volatile instructions: loads go out before the products that they are ahead of. The compiler may still put those of
 // what nobody writes (kConstant) behind a barrier that they stand before, and other loads not.

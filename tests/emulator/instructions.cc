@@ -536,8 +536,17 @@ void copy_async(Warp& w, const Instruction& i, Mask lanes) {
     uint8_t* const to = Machine::the().shared_at(w, w.address(i.operands[0], lane), bytes, bytes, Use::kNone);
     Machine::the().watch(w, w.address(i.operands[0], lane), bytes, Use::kWrite,
                          moment_of(w, Races::kCopies, w.copy_groups[lane]));
-    const uint8_t* const from = Machine::the().memory_at(w, w.address(i.operands[1], lane), bytes, bytes);
-    const auto copy = [=] { std::memcpy(to, from, static_cast<size_t>(bytes)); };
+    const int64_t read = i.operands.size() > 3 ? w.row<uint32_t>(i.operands[3])[lane] : bytes;  // zeros follow
+    if (read != 0 && read != bytes) Machine::the().fail(w, "a copy of " + std::to_string(read) + " bytes");
+    const uint8_t* const from =
+        read == 0 ? nullptr : Machine::the().memory_at(w, w.address(i.operands[1], lane), bytes, bytes);
+    const auto copy = [=] {
+      if (from == nullptr) {
+        std::memset(to, 0, static_cast<size_t>(bytes));
+      } else {
+        std::memcpy(to, from, static_cast<size_t>(bytes));
+      }
+    };
     if (Machine::the().at_once()) {
       copy();
     } else {
@@ -1287,6 +1296,7 @@ Opcode find_opcode(const std::string& name, const std::vector<int>& arguments) {
   if (name == "mov.b64" && arguments == std::vector{1, 2}) return {pack32, Kind::kPlain, "d", "ww", 0};
   if (name == "mov.b64" && arguments == std::vector{2, 1}) return {unpack32, Kind::kPlain, "ww", "d", 0};
   if (name == "bar.sync") return {sync, Kind::kTogether, "", std::string(arguments.size(), 'w'), 0};
+  if (name == "cp.async.cg.shared.global" && arguments.size() == 4) return {copy_async, Kind::kPlain, "", "aaww", 0};
   if (name.starts_with("wgmma.mma_async")) {
     if (Opcode opcode = wgmma(parts, arguments); opcode.run != nullptr) return opcode;
   }

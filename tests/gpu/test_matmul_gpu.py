@@ -14,6 +14,7 @@ from matmul_cases import (
     check_gradients,
     check_non_finite,
     check_zero_scales,
+    product_of,
     rounds_weights,
     takes_turns,
 )
@@ -592,7 +593,14 @@ def test_resident_passes(rng, mode, scale_dtype, bits):
 
 
 @pytest.mark.parametrize(
-    ("bits", "mode", "group_size"), [(4, "symmetric", 64), (4, "integer_zeros", None), (8, "symmetric", 128)]
+    ("bits", "mode", "group_size"),
+    [
+        (4, "symmetric", 64),
+        (4, "integer_zeros", None),
+        (8, "symmetric", 128),
+        (4, "offsets", 32),
+        (4, "float_zeros", 128),
+    ],
 )
 def test_resident_turns(rng, bits, mode, group_size):
     """More inputs than a CTA has room for, of which all CTAs' pieces take turns, with half a stage at the end."""
@@ -602,8 +610,7 @@ def test_resident_turns(rng, bits, mode, group_size):
         x = random_x(rng, (m, k), "bfloat16")
         if _cuda_dispatch.has_warpgroups():
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
-            shift = (ShiftMode.NONE, None) if mode == "symmetric" else (ShiftMode.ZEROS, jnp.dtype(jnp.uint8))
-            p = _cuda_dispatch.Product(m, k, n, 1, bits, x.dtype, x.dtype, *shift, groups=k // (group_size or k))
+            p = product_of(m, k, n, mode, "bfloat16", bits=bits, group_size=group_size or k)
             config = min(_cuda_dispatch._resident_times(p), key=lambda pair: pair[1])[0]
             assert _cuda_dispatch._gpu()[1] != 132 or takes_turns(p, config)
         product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
