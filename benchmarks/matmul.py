@@ -49,6 +49,7 @@ FILES = {
     "models": "h100-models.json",
     "odd": "h100-odd.json",
     "scales": "h100-scales.json",
+    "shifts": "h100-shifts.json",
     "small": "h100-small.json",
     "wide": "h100-wide.json",
     "xla": "h100-xla.json",
@@ -61,6 +62,8 @@ SMALL = ((384, 1536), (1536, 384), (768, 768), (768, 3072), (3072, 768), (1024, 
 MODELS = ((8192, 10240), (5120, 17408), (5120, 25600), (5120, 27648), (4096, 28672), (3584, 37888), (8192, 57344))
 # What leaves their feed-forward layers: more inputs than outputs.
 DOWN = ((11008, 4096), (18944, 3584), (18432, 7168), (27648, 5120), (28672, 8192), (29568, 8192))
+# Of which float zeros and offsets are timed beside symmetric codes.
+SHIFTED = ((768, 768), (1024, 4096), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192), (8192, 28672))
 LAYERS = ((768, 768), (768, 3072), (3072, 768), (1024, 4096), (4096, 4096))  # and, of many rows, images' pixels
 FEW = ((1024, 10), (768, 100), (4096, 64), (512, 256), (2048, 1000))
 ODD = ((768, 50257), (1024, 30522), (2048, 32001), (4096, 32001), (4096, 1001))  # vocabularies, and a classifier
@@ -137,6 +140,16 @@ SUITES = {
             ("offsets", "float16", (1, 8, 16, 64, 128, 256, 512, 1024, 4096)),
         )
         for m in tokens
+    ],
+    "shifts": [
+        case(k, n, m, **scheme)
+        for k, n in SHIFTED
+        for scheme in (
+            *({"mode": mode} for mode in ("symmetric", "offsets", "float_zeros")),
+            *({"group_size": size, "mode": mode} for size in (64, 32) for mode in ("symmetric", "offsets")),
+            *({"bits": 8, "mode": mode} for mode in ("symmetric", "offsets")),
+        )
+        for m in (1, 8, 16)
     ],
     "tables": [
         case(k, n, m, group_size=64, mode="nf4") for k, n in TABLE[1:3] for m in (1, 8, 16, 64, 128, 512, 1024, 4096)

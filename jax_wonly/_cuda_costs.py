@@ -305,7 +305,7 @@ MMA_OUTPUTS = 128  # of its tile
 PASS_TOKENS = 16  # of matmul_stream
 PAIR_TABLE_BYTES = 1 << 16  # of the pairs of a table in shared memory (pair_table.cuh), as few rows have it
 SHARED_BYTES = 227 << 10  # of a CTA on an H100
-SHIFTED_TOKENS = 64  # of a tile with float zeros or offsets, of nine tokens or more (measured)
+SHIFTED_TOKENS = 64  # of a tile of one weight with float zeros or offsets, of nine tokens or more (measured)
 TEAM_TOKENS = 64  # of a tile of matmul_warpgroup whose inputs two clusters may share, at least
 
 
@@ -331,7 +331,7 @@ def warpgroup_times(
         if scheme.rounds(shape.tokens) and (shape.sum or not scheme.zeros)
     ]
     most_tokens = 2 * m + 31  # of more most work would be for other tokens
-    if m > 8 and scheme.floats and scheme.rounds(1):
+    if m > 8 and batch == 1 and scheme.floats and scheme.rounds(1):
         most_tokens = max(most_tokens, SHIFTED_TOKENS)
     for shape, more in choices:
         if (

@@ -87,6 +87,19 @@ def test_one_and_two_tokens(monkeypatch, warpgroups):
         assert [kernel(2, group_size, mode=mode, shift=shift) for group_size in (64, 128)] == expected
 
 
+def test_high_tiles_of_few_tokens(monkeypatch):
+    """From nine tokens on, of one weight with float zeros or offsets of the activations' type."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+
+    def tokens(m, batch=1, mode=ShiftMode.OFFSETS, shift=jnp.bfloat16):
+        p = Product(m, 768, 768, batch, 4, jnp.bfloat16, jnp.bfloat16, mode, shift, groups=6)
+        return min(_cuda_dispatch._warpgroup_times(p), key=lambda pair: pair[1])[0][0]
+
+    assert tokens(9) == tokens(16) == tokens(17) == 64
+    assert max(tokens(8), tokens(16, batch=2), tokens(16, mode=ShiftMode.NONE, shift=None)) < 64
+    assert tokens(16, shift=jnp.float32) < 64
+
+
 @pytest.mark.parametrize("x", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
     """`matmul_resident` where it is expected to be faster than `matmul_warpgroup`, or that does not take the rows."""

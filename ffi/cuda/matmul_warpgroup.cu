@@ -76,7 +76,7 @@ float choose(const MatmulArgs& args, int multiprocessors, const Costs& costs, Co
   const float reading =
       static_cast<float>(args.batch * args.n * args.k) * static_cast<float>(args.bits) / 8 / costs.memory;
   int64_t most_tokens = 2 * args.m + 31;  // of more most work would be for other tokens, and is not recorded
-  if (sums && rounded_from == 0 && args.m > 8) most_tokens = std::max(most_tokens, kShiftedTokens);
+  if (sums && rounded_from == 0 && args.m > 8 && args.batch == 1) most_tokens = std::max(most_tokens, kShiftedTokens);
   float least = 0.f;
   const auto compare = [&](const Config& of, float us) {
     if (least > 0.f && us >= least) return;
