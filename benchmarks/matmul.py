@@ -142,12 +142,13 @@ SUITES = {
         for m in tokens
     ],
     "shifts": [
-        case(k, n, m, **scheme)
+        case(k, n, m, **scheme) | {"scale_dtype": scale_dtype}
         for k, n in SHIFTED
-        for scheme in (
-            *({"mode": mode} for mode in ("symmetric", "offsets", "float_zeros")),
-            *({"group_size": size, "mode": mode} for size in (64, 32) for mode in ("symmetric", "offsets")),
-            *({"bits": 8, "mode": mode} for mode in ("symmetric", "offsets")),
+        for scheme, scale_dtype in (
+            *(({"mode": mode}, "bfloat16") for mode in ("symmetric", "offsets", "float_zeros")),
+            *(({"group_size": g, "mode": m}, "bfloat16") for g in (64, 32) for m in ("symmetric", "offsets")),
+            *(({"bits": 8, "mode": mode}, "bfloat16") for mode in ("symmetric", "offsets")),
+            *(({"mode": mode}, "float32") for mode in ("symmetric", "offsets")),
         )
         for m in (1, 8, 16)
     ],

@@ -168,7 +168,7 @@ class Decode(NamedTuple):
     spread: int
     rivalled: int
     entries: int
-    mixed: int  # bytes of codes from which on that takes float zeros and offsets of several types, but for one token
+    mixed: int  # bytes of four-bit codes with float zeros and offsets of other types than x, from which on it is faster
 
 
 class Ragged(NamedTuple):
@@ -491,9 +491,9 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def resident_shifts_beside(bits: int, blocks: int, alike: bool) -> bool:
+def resident_shifts_beside(bits: int, blocks: int) -> bool:
     """``resident::shifts_beside_weights`` in ``ffi/cuda/matmul_resident.h``."""
-    return alike and (bits == 8 or blocks > 0)
+    return bits == 8 or blocks > 0
 
 
 def resident_slots(
@@ -536,7 +536,7 @@ def resident_blocks(m: int, k: int, n: int, bits: int, config: tuple[int, int, i
 def resident_has_few_blocks(scheme: Scheme, alike: bool) -> bool:
     """``has_few_blocks`` there, of up to eight tokens; ``alike`` as in :func:`resident_times`."""
     alike = alike and not scheme.split
-    return not scheme.table and (alike or (scheme.ends == 1 and not scheme.floats))
+    return not scheme.table and (alike or scheme.ends == 1 or scheme.floats)
 
 
 def resident_times(
@@ -569,7 +569,7 @@ def resident_times(
             if m > 8 and pass_atoms < 4 and passes > 1:
                 continue
             may_turn = pass_atoms == 4 and m <= 8 and alike and not blocks
-            sums = scheme.floats and not resident_shifts_beside(scheme.bits, blocks, alike)
+            sums = scheme.floats and not resident_shifts_beside(scheme.bits, blocks)
             slots = resident_slots(m, stages, passes, cluster.ctas, pass_atoms, scheme, may_turn, sums)
             if slots is None:
                 continue

@@ -448,23 +448,24 @@ def _warpgroup(p: Product) -> float:
 
 def _decode_is_slower(p: Product) -> bool:
     """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
-    mixed = _mixes_shifts(p)
     if not p.floats and p.batch >= _DECODE.entries:
         return False
-    if _resident(p) == math.inf or (p.m == 1 and mixed):
+    if _resident(p) == math.inf:
         return False
-    if not mixed and (p.m > 1 or (not p.floats and p.scheme.ends == 4)):
+    if p.bits == 4 and _mixes_shifts(p):
+        return p.weight_bytes < _DECODE.mixed
+    if p.m > 1 or (not p.floats and p.scheme.ends == 4):
         return True
     spread = p.k >= _DECODE.spread and not p.split
-    if not p.floats:
-        return spread or p.weight_bytes < _DECODE.heavy
-    if p.bits == 8 and not mixed:
+    if not p.floats and spread:
+        return True
+    if not p.floats or p.bits == 8:
         return p.weight_bytes < _DECODE.heavy
     return p.weight_bytes < (_DECODE.rivalled if spread else _DECODE.heavy // 2)
 
 
 def _resident_times(p: Product):
-    if not _resident_kernel(p) or (_mixes_shifts(p) and p.weight_bytes < _DECODE.mixed):
+    if not _resident_kernel(p):
         return iter(())
     costs = _RESIDENT[p.bits, p.split]
     return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, _is_alike(p), _gpu()[1], costs)

@@ -135,7 +135,7 @@ def takes_turns(product: _cuda_dispatch.Product, config: tuple[int, int, int]) -
     cluster, parts, pass_atoms = config
     m, k, n, scheme = product.m, product.k, product.n, product.scheme
     stages, passes = -(-k // (128 * cluster)), -(-n // (16 * parts * pass_atoms))
-    sums = scheme.floats and not _cuda_costs.resident_shifts_beside(scheme.bits, 0, _cuda_dispatch._is_alike(product))
+    sums = scheme.floats and not _cuda_costs.resident_shifts_beside(scheme.bits, 0)
     return _cuda_costs.resident_slots(m, stages, passes, cluster, pass_atoms, scheme, True, sums) == "turns"
 
 

@@ -162,7 +162,9 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
             assert {kernel(m, 5120, 5120, g, **of_types) for m in (3, 8) for g in (None, 32)} == {"matmul_resident"}
             one = "matmul_decode" if scales == shift else "matmul_resident"  # decode takes one type of both
             assert kernel(1, 5120, 5120, **of_types) == one
-            assert kernel(4, 2048, 4096, **of_types) == "matmul_resident" != kernel(4, 2048, 4080, **of_types)
+            assert {kernel(m, 768, 768, g, **of_types) for m in (1, 2, 4) for g in (None, 32)} == {"matmul_resident"}
+            assert [kernel(2, 2048, n, **of_types) for n in (6128, 6144)] == ["matmul_resident", one]
+            assert {kernel(m, 5120, 5120, bits=8, **of_types) for m in (1, 2, 4)} == {"matmul_resident"}
     # A table, but where few weights or many inputs for their outputs make streaming faster.
     table = {"mode": ShiftMode.TABLE, "shift": jnp.float32}
     assert {kernel(m, 5120, 5120, g, **table) for m in (3, 8, 16) for g in (None, 128)} == {"matmul_resident"}

@@ -24,7 +24,7 @@ bool is_alike(const MatmulArgs& args) { return has_own_types(args) && args.shift
 // Whether there are kernels of few blocks.
 bool has_few_blocks(const MatmulArgs& args) {
   return args.m <= 8 && args.shift_mode != ShiftMode::kTable &&
-         (is_alike(args) || !(has_small_groups(args) || has_float_shift(args)));
+         (is_alike(args) || !has_small_groups(args) || has_float_shift(args));
 }
 
 // Rows of sums of a stage's activations.
@@ -58,7 +58,7 @@ Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   // stage, and the last rows that are read may lie behind them.
   const int tokens = args.m > 8 ? 16 : 8, m = static_cast<int>(args.m);
   const bool split = args.x_dtype == DType::kF32;
-  const bool shifts = has_float_shift(args) && !shifts_beside_weights(args.bits, layout.blocks, has_own_types(args));
+  const bool shifts = has_float_shift(args) && !shifts_beside_weights(args.bits, layout.blocks);
   const int columns = args.m > 4 ? 16 : 8, rows = split ? 2 * m : tokens;
   const int stage_bytes = rows * kStageInputs * 2, strip_bytes = tokens * kAtomN * 4;
   const int x_at = activations_at(args.shift_mode == ShiftMode::kTable);
@@ -113,7 +113,9 @@ bool supports(const MatmulArgs& args) {
   if (args.m <= 0 || args.m > tokens || args.k <= 0 || args.k % 64 != 0) return false;
   if (args.k > kMostInputs) return false;
   if (has_own_types(args)) return true;
-  return !(split && has_float_shift(args)) && args.n * element_size(args.scale_dtype) % 4 == 0;
+  const bool floats = has_float_shift(args);
+  if (floats && args.n * element_size(args.shift_dtype) % 4 != 0) return false;
+  return !(split && floats) && args.n * element_size(args.scale_dtype) % 4 == 0;
 }
 
 bool has_passes(const MatmulArgs& args, const Config& config) {
@@ -126,7 +128,6 @@ bool mixes_shifts(const MatmulArgs& args) { return has_float_shift(args) && !has
 
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
   const bool split = args.x_dtype == DType::kF32;
-  if (mixes_shifts(args) && args.batch * args.n * args.k * args.bits / 8 < costs::kDecodeMixed) return 0.f;
   const Costs& costs = args.bits == 8 ? (split ? costs::kEightBitSplitResident : costs::kEightBitResident)
                                       : (split ? costs::kSplitResident : costs::kResident);
   const int64_t all_stages = ceil_div(args.k, kStageInputs), atoms = ceil_div(args.n, kAtomN);

@@ -110,10 +110,13 @@ struct Shape {
   static constexpr int kStripBytes = kTokens * kAtomN * 4;  // sums of a warp
   // Float zeros and offsets are multiplied beside the weights, or by more warps.
   static constexpr bool kFloats = kShift == ShiftKind::kFloats, kTable = kShift == ShiftKind::kTable;
-  static constexpr bool kBeside = kFloats && shifts_beside_weights(kBits, kBlocks, !kAnyScales);
+  static constexpr bool kBeside = kFloats && shifts_beside_weights(kBits, kBlocks);
   static constexpr bool kSums = kFloats && !kBeside;
-  static constexpr int kLoadedBytes = kShift == ShiftKind::kBytes ? 1 : kBeside ? 2 : 0;  // with a scale
-  static constexpr int kPassPairs = std::max(kPass / 2, 1);                               // of strips
+  static constexpr int kLoadedBytes = kShift == ShiftKind::kBytes ? 1
+                                      : !kBeside                  ? 0
+                                      : kAnyScales                ? 4
+                                                                  : 2;  // with a scale
+  static constexpr int kPassPairs = std::max(kPass / 2, 1);             // of strips
   static constexpr int kMoreTeams = kSums ? kShiftWarps / kPassPairs : 0, kAllTeams = kTeams + kMoreTeams;
   static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
   // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
@@ -719,20 +722,23 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       (first_stage + warp / kPassAtoms) * kStageBlocks + (kGroups > 1 ? t : 0) >> params.log2_group_blocks;
   int64_t first_scale = static_cast<int64_t>(first_group) * params.outputs + (first_strip * kAtomN + g);
   const uint8_t* fetch_zeros = nullptr;
+  const int zero_bytes = S::kLoadedBytes < 4 ? S::kLoadedBytes : element_size(args.shift_dtype);
   if constexpr (S::kLoadedBytes > 0) {
     const int64_t first = batch * args.shift_batch_stride + first_scale;
-    fetch_zeros = static_cast<const uint8_t*>(args.shift) + first * S::kLoadedBytes;
+    fetch_zeros = static_cast<const uint8_t*>(args.shift) + first * zero_bytes;
   }
   if (batch > 0) first_scale += batch * args.scales_batch_stride;
   const uint8_t* fetch_scales = params.scales + first_scale * scale_bytes;
   // Four bytes of scales are loaded where those may be float32: where a scale is in them, as the upper part of a
-  // number.
-  uint32_t scale_part = 0;
-  if constexpr (S::kAnyScales) {
-    const uint64_t odd = reinterpret_cast<uint64_t>(fetch_scales) & 2;
-    fetch_scales -= odd;
-    scale_part = scale_bytes == 4 ? 0x3210 : odd == 0 ? 0x1044 : 0x3244;
-  }
+  // number. Float zeros and offsets likewise.
+  const auto part_of = [](const uint8_t*& from, int bytes) -> uint32_t {
+    const uint64_t odd = reinterpret_cast<uint64_t>(from) & 2;
+    from -= odd;
+    return bytes == 4 ? 0x3210 : odd == 0 ? 0x1044 : 0x3244;
+  };
+  uint32_t scale_part = 0, zero_part = 0;
+  if constexpr (S::kAnyScales) scale_part = part_of(fetch_scales, scale_bytes);
+  if constexpr (S::kLoadedBytes == 4) zero_part = part_of(fetch_zeros, zero_bytes);
   const auto fetch_scales_of = [&](auto first, int buffer, int left) {
 #pragma unroll
     for (int stage = 0; stage < kAhead; ++stage) {
@@ -747,7 +753,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         const uint8_t* const from = fetch_scales + step * scale_bytes;
         ptx::load_part<S::kAnyScales ? 4 : 2, !first.value>(scale[i], from + 8 * scale_bytes * i, of_row);
         if constexpr (S::kLoadedBytes > 0) {
-          const uint8_t* const zeros_from = fetch_zeros + (step + 8 * i) * S::kLoadedBytes;
+          const uint8_t* const zeros_from = fetch_zeros + (step + 8 * i) * zero_bytes;
           ptx::load_part<S::kLoadedBytes, !first.value>(zero[i], zeros_from, of_row);
         }
       }
@@ -757,7 +763,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   const auto advance = [&](bool ends) {
     fetch_words += kAhead * kStepTiles * kTileWords;
     fetch_scales += kAhead * params.step_scales * scale_bytes;
-    fetch_zeros += kAhead * params.step_scales * S::kLoadedBytes;
+    fetch_zeros += kAhead * params.step_scales * zero_bytes;
     fetch_tiles -= kAhead * kStepTiles;
     if (!ends) return;
     // Strips of a packed tile lie one behind the other.
@@ -767,7 +773,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     fetch_words += kPassAtoms * kAtomWords;
     const int64_t back = static_cast<int64_t>(turns * kTurn) * params.step_scales;
     fetch_scales += (kPassAtoms * kAtomN - back) * scale_bytes;
-    fetch_zeros += (kPassAtoms * kAtomN - back) * S::kLoadedBytes;
+    fetch_zeros += (kPassAtoms * kAtomN - back) * zero_bytes;
     fetch_rows -= kPassAtoms * kAtomN;
     fetch_atoms -= kPassAtoms;
     fetch_tiles = fetch_atoms > 0 ? lane_tiles : 0;
@@ -907,24 +913,35 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
                 }
               }
             }
-            const auto scales_of_chain = [&](int chain) -> float2 {
-              if constexpr (S::kAnyScales) {
-                float both[2];
+            const auto of_any = [&](const uint32_t (&loaded)[2], DType type, uint32_t part) -> float2 {
+              float both[2];
 #pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                  const uint32_t upper = __byte_perm(scales_of[j], 0, scale_part);
-                  both[j] = args.scale_dtype == DType::kF16 ? to_floats<__half>(upper).y : __uint_as_float(upper);
-                  if (kGroups > 1) both[j] = __shfl_sync(0xffffffffu, both[j], chain * kChainBlocks, 4);
-                }
-                return {both[0], both[1]};
+              for (int j = 0; j < 2; ++j) {
+                const uint32_t upper = __byte_perm(loaded[j], 0, part);
+                both[j] = type == DType::kF16 ? to_floats<__half>(upper).y : __uint_as_float(upper);
               }
+              return {both[0], both[1]};
+            };
+            const auto given = [&](float2 both, int chain) -> float2 {
+              if (kGroups == 1) return both;
+              return {__shfl_sync(0xffffffffu, both.x, chain * kChainBlocks, 4),
+                      __shfl_sync(0xffffffffu, both.y, chain * kChainBlocks, 4)};
+            };
+            const auto scales_of_chain = [&](int chain) -> float2 {
+              if constexpr (S::kAnyScales) return given(of_any(scales_of, args.scale_dtype, scale_part), chain);
               const uint32_t pair = __byte_perm(scales_of[0], scales_of[1], 0x5410);
               return to_floats<X>(kGroups > 1 ? __shfl_sync(0xffffffffu, pair, chain * kChainBlocks, 4) : pair);
             };
             float2 own_shift = {};  // of rows g and g + 8, in units of the sums
             if constexpr (S::kBeside) {
-              own_shift = to_floats<X>(__byte_perm(shifts_of[0], shifts_of[1], 0x5410));
-              const float2 scale = to_floats<X>(__byte_perm(scales_of[0], scales_of[1], 0x5410));
+              float2 scale;
+              if constexpr (S::kAnyScales) {
+                own_shift = of_any(shifts_of, args.shift_dtype, zero_part);
+                scale = of_any(scales_of, args.scale_dtype, scale_part);
+              } else {
+                own_shift = to_floats<X>(__byte_perm(shifts_of[0], shifts_of[1], 0x5410));
+                scale = to_floats<X>(__byte_perm(scales_of[0], scales_of[1], 0x5410));
+              }
               own_shift.x *= params.of_scales ? scale.x * params.of_shift : params.of_shift;
               own_shift.y *= params.of_scales ? scale.y * params.of_shift : params.of_shift;
             }
@@ -932,11 +949,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
             for (int chain = 0; chain < kChains; ++chain) {
               const float2 scale = scales_of_chain(chain);
-              float2 shift = own_shift;
-              if (S::kBeside && kGroups > 1) {
-                shift.x = __shfl_sync(0xffffffffu, own_shift.x, chain * kChainBlocks, 4);
-                shift.y = __shfl_sync(0xffffffffu, own_shift.y, chain * kChainBlocks, 4);
-              }
+              const float2 shift = S::kBeside ? given(own_shift, chain) : own_shift;
 #pragma unroll
               for (int j = 0; j < kColumns / 2; ++j) {
                 const float scale_of = j % 4 < 2 ? scale.x : scale.y, sum = part_sums[chain][j];
@@ -1155,7 +1168,7 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
         return launch_shape(Shape<Input, kBits, pass.value, blocks.value, kColumns, kGroups, kShift, kAny>{});
       };
       // As has_few_blocks.
-      constexpr bool kFewOfAny = kGroups == 1 && kShift != ShiftKind::kFloats;
+      constexpr bool kFewOfAny = kGroups == 1 || kShift == ShiftKind::kFloats;
       if constexpr ((kSplit || kColumns == 8) && kShift != ShiftKind::kTable && (!kAny || kFewOfAny)) {
         const auto of_few = [&](auto pass) {
           return params.layout.blocks == 1 ? of_blocks(pass, one) : of_blocks(pass, two);

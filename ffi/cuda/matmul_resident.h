@@ -40,9 +40,7 @@ bool has_passes(const MatmulArgs& args, const Config& config);
 
 // Whether float zeros or offsets are loaded with the scales, and multiplied by sums that each warp makes of its
 // activations: of more than two blocks of four bits more warps that do nothing else take less time.
-constexpr bool shifts_beside_weights(int bits, int blocks, bool own_types) {
-  return own_types && (bits == 8 || blocks > 0);
-}
+constexpr bool shifts_beside_weights(int bits, int blocks) { return bits == 8 || blocks > 0; }
 
 // Rows of sums of the activations of stages, of which each has some: whole sixteens, as they are multiplied.
 WONLY_HOST_DEVICE int sum_rows(int stages, int stage_rows) {

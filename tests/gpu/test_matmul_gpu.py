@@ -1,6 +1,5 @@
 """The CUDA product: the same checks as on the CPU, and what only a GPU has."""
 
-import math
 from functools import partial
 
 import jax
@@ -630,6 +629,8 @@ def test_resident_shifts(rng, alike, x_dtype, mode, bits):
     multiple of 16 bytes too, and with inputs that end half a stage."""
     for k, n, group_size, lead in (
         *(
+            (768, 1016, 128, ()),
+            (1024, 2050, 32, ()),
             (4096, 2064, 128, ()),
             (2112, 4098, 64, ()),
             (8256, 1044, 32, ()),
@@ -644,16 +645,14 @@ def test_resident_shifts(rng, alike, x_dtype, mode, bits):
         weight = random_weight(rng, k, n, bits=bits, group_size=group_size, mode=mode, lead=lead, **types)
         m = int(rng.integers(2, 9))
         x, bias = random_x(rng, (*lead, m, k), x_dtype), random_x(rng, (*lead, n))
-        resident = alike or math.prod(lead) * k * n * bits // 8 >= 1 << 22  # of other types not the smallest
-        if _cuda_dispatch.has_warpgroups() and resident:
+        if _cuda_dispatch.has_warpgroups():
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
         product = jax.jit(lambda x, qt, bias: jw.matmul(x, qt, bias=bias, implementation="cuda"))
         y = product(x, weight.qt, bias)
         assert_product(y, x, weight, bias=bias, rounded_weights=rounds_weights("cuda", x, weight.qt))
         np.testing.assert_array_equal(np.asarray(product(x, weight.qt, bias)), np.asarray(y))
-        if resident:
-            few = np.asarray(product(x[..., :2, :], weight.qt, bias))
-            np.testing.assert_array_equal(few, np.asarray(y)[..., :2, :])
+        few = np.asarray(product(x[..., :2, :], weight.qt, bias))
+        np.testing.assert_array_equal(few, np.asarray(y)[..., :2, :])
 
 
 @pytest.mark.device
