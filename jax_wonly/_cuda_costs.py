@@ -168,7 +168,6 @@ class Decode(NamedTuple):
     spread: int
     rivalled: int
     entries: int
-    mixed: int  # bytes of four-bit codes with float zeros and offsets of other types than x, from which on it is faster
 
 
 class Ragged(NamedTuple):

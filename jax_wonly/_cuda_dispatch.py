@@ -453,7 +453,8 @@ def _decode_is_slower(p: Product) -> bool:
     if _resident(p) == math.inf:
         return False
     if p.bits == 4 and _mixes_shifts(p):
-        return p.weight_bytes < _DECODE.mixed
+        config, _ = min(_resident_times(p), key=lambda pair: pair[1])
+        return _cuda_costs.resident_blocks(p.m, p.k, p.n, p.bits, config) > 0
     if p.m > 1 or (not p.floats and p.scheme.ends == 4):
         return True
     spread = p.k >= _DECODE.spread and not p.split

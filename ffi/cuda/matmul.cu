@@ -113,13 +113,14 @@ Resident as_resident(const MatmulArgs& args, const Device& device) {
 }
 
 // Where matmul_resident takes a product too, which is faster but for one token of very many weights, and of fewer with
-// float zeros and offsets beside four bits; of other types than the activations' of two tokens, too.
+// float zeros and offsets beside four bits; of other types than the activations', of two tokens, too, where a warp has
+// more than two blocks.
 bool decode_is_slower(const MatmulArgs& args, const Resident& resident) {
   const int64_t outputs = args.batch * args.n, weights = outputs * args.k * args.bits / 8;
   const bool floats = has_float_shift(args);
   if (!floats && args.batch >= costs::kDecodeEntries) return false;
   if (resident.us == 0.f) return false;
-  if (args.bits == 4 && resident::mixes_shifts(args)) return weights < costs::kDecodeMixed;
+  if (args.bits == 4 && resident::mixes_shifts(args)) return resident::blocks_of(args, resident.config) > 0;
   if (args.m > 1 || (!floats && decode::stage_groups(args) == 4)) return true;
   // Of very many inputs of 16 bits matmul_decode is slower whatever weights there are, but for the last case.
   const bool spread = args.x_dtype != DType::kF32 && args.k >= costs::kDecodeSpread;

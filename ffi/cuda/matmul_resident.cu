@@ -30,15 +30,6 @@ bool has_few_blocks(const MatmulArgs& args) {
 // Rows of sums of a stage's activations.
 int stage_rows(const MatmulArgs& args) { return has_small_groups(args) ? 4 >> log2_group_blocks(args) : 1; }
 
-// Blocks that a warp has, of one strip, where kernels know: 1 or 2, or 0.
-int blocks_of(const MatmulArgs& args, const Config& config) {
-  const int64_t stages = ceil_div(ceil_div(args.k, kStageInputs), config.cluster);
-  if (!has_few_blocks(args)) return 0;
-  if (ceil_div(args.n, kAtomN) > int64_t{config.parts} * config.pass_atoms) return 0;
-  const int64_t blocks = ceil_div(stages * config.pass_atoms, ahead(args.bits) * kWarps);
-  return blocks <= 2 ? static_cast<int>(blocks) : 0;
-}
-
 // Whether there is a kernel in which pieces of the activations take turns, for where all have no room, and a warp has
 // more blocks.
 bool has_turns(const MatmulArgs& args, const Config& config) {
@@ -46,6 +37,14 @@ bool has_turns(const MatmulArgs& args, const Config& config) {
 }
 
 }  // namespace
+
+int blocks_of(const MatmulArgs& args, const Config& config) {
+  const int64_t stages = ceil_div(ceil_div(args.k, kStageInputs), config.cluster);
+  if (!has_few_blocks(args)) return 0;
+  if (ceil_div(args.n, kAtomN) > int64_t{config.parts} * config.pass_atoms) return 0;
+  const int64_t blocks = ceil_div(stages * config.pass_atoms, ahead(args.bits) * kWarps);
+  return blocks <= 2 ? static_cast<int>(blocks) : 0;
+}
 
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes) {
   const int64_t atoms = ceil_div(args.n, kAtomN), stages = ceil_div(args.k, kStageInputs);

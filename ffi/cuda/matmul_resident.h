@@ -35,6 +35,8 @@ constexpr int log2_block_stages(int bits, int pass_atoms) {
 static_assert(ahead(4) * kWarps == kMostPassAtoms << log2_block_stages(4, kMostPassAtoms));
 static_assert(ahead(8) * kWarps == kMostPassAtoms << log2_block_stages(8, kMostPassAtoms));
 
+// Blocks that a warp has, of one strip, where kernels know: 1 or 2, or 0.
+int blocks_of(const MatmulArgs& args, const Config& config);
 // Whether there is a kernel in which a CTA has so many strips at a time.
 bool has_passes(const MatmulArgs& args, const Config& config);
 
@@ -58,7 +60,7 @@ struct Layout {
   int passes;                  // whose sums there is room for at once; 0: the activations do not even fit
   bool over_activations;       // the sums of a lone pass take their place
   int8_t slots;                // that pieces lie in, in turns where those are fewer; here, as it moves nothing else
-  int blocks;                  // that a warp has, of one strip, where kernels know: 1 or 2, or 0
+  int blocks;                  // as blocks_of
   int bytes;
 };
 Layout layout(const MatmulArgs& args, const Config& config, int shared_bytes);
