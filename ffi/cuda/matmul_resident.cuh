@@ -112,11 +112,9 @@ struct Shape {
   static constexpr bool kFloats = kShift == ShiftKind::kFloats, kTable = kShift == ShiftKind::kTable;
   static constexpr bool kBeside = kFloats && shifts_beside_weights(kBits, kBlocks);
   static constexpr bool kSums = kFloats && !kBeside;
-  static constexpr int kLoadedBytes = kShift == ShiftKind::kBytes ? 1
-                                      : !kBeside                  ? 0
-                                      : kAnyScales                ? 4
-                                                                  : 2;  // with a scale
-  static constexpr int kPassPairs = std::max(kPass / 2, 1);             // of strips
+  static constexpr int kShiftLoad = kAnyScales ? 4 : 2, kByteLoad = kShift == ShiftKind::kBytes ? 1 : 0;
+  static constexpr int kLoadedBytes = kBeside ? kShiftLoad : kByteLoad;  // with a scale
+  static constexpr int kPassPairs = std::max(kPass / 2, 1);              // of strips
   static constexpr int kMoreTeams = kSums ? kShiftWarps / kPassPairs : 0, kAllTeams = kTeams + kMoreTeams;
   static constexpr int kPieces = kSplit ? 2 : 1;  // of a number
   // Activations of 16 tokens that are copied at once would be as many bytes as the weights, and keep those waiting; of
