@@ -450,11 +450,11 @@ def _decode_is_slower(p: Product) -> bool:
     """Whether ``matmul_decode`` is, where ``matmul_resident`` takes a product too."""
     if not p.floats and p.batch >= _DECODE.entries:
         return False
-    if _resident(p) == math.inf:
+    resident = min(_resident_times(p), key=lambda pair: pair[1], default=None)
+    if resident is None:
         return False
     if p.bits == 4 and _mixes_shifts(p):
-        config, _ = min(_resident_times(p), key=lambda pair: pair[1])
-        return _cuda_costs.resident_blocks(p.m, p.k, p.n, p.bits, config) > 0
+        return _cuda_costs.resident_blocks(p.m, p.k, p.n, p.bits, resident[0]) > 0
     if p.m > 1 or (not p.floats and p.scheme.ends == 4):
         return True
     spread = p.k >= _DECODE.spread and not p.split

@@ -122,7 +122,7 @@ bool decode_is_slower(const MatmulArgs& args, const Resident& resident) {
   if (resident.us == 0.f) return false;
   if (args.bits == 4 && resident::mixes_shifts(args)) return resident::blocks_of(args, resident.config) > 0;
   if (args.m > 1 || (!floats && decode::stage_groups(args) == 4)) return true;
-  // Of very many inputs of 16 bits matmul_decode is slower whatever weights there are, but for the last case.
+  // Of very many inputs of 16 bits matmul_decode is slower whatever weights there are, where zeros are bytes or none.
   const bool spread = args.x_dtype != DType::kF32 && args.k >= costs::kDecodeSpread;
   if (!floats && spread) return true;
   if (!floats || args.bits == 8) return weights < costs::kDecodeHeavy;

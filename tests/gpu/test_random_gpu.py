@@ -5,6 +5,7 @@ reference is small.
 
 import jax
 import jax.numpy as jnp
+import matmul_cases
 import numpy as np
 import pytest
 from matmul_cases import rounds_weights
@@ -12,7 +13,6 @@ from reference import DTYPES, MODES, UNITS, Weight, activate, alike, random_weig
 
 import jax_wonly as jw
 from jax_wonly import _cuda_dispatch
-from jax_wonly._abi import ShiftMode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.device]
 
@@ -41,14 +41,11 @@ def random_shape(rng, most_rows: int) -> tuple[int, int, int]:
 
 def product_of(scheme: dict, x_dtype: str, m: int, k: int, n: int) -> _cuda_dispatch.Product:
     """What the choice of kernels knows of a product."""
-    scales = jnp.dtype(scheme["scale_dtype"])
-    mode = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS}.get(scheme["mode"], ShiftMode.ZEROS)
-    shift = jnp.dtype(scheme["shift_dtype"] or scales) if mode != ShiftMode.NONE else None
-    shift = jnp.dtype(jnp.uint8) if scheme["mode"] == "integer_zeros" else shift
-    scales, shift = _cuda_dispatch.parameter_types(scales, shift)
-    groups = k // (scheme["group_size"] or k)
-    product = _cuda_dispatch.Product(m, k, n, 1, scheme["bits"], jnp.dtype(x_dtype), scales, mode, shift, groups=groups)
-    return _cuda_dispatch.widened(product)
+    types = {"bits": scheme["bits"], "group_size": scheme["group_size"] or k, "scale_dtype": scheme["scale_dtype"]}
+    product = matmul_cases.product_of(m, k, n, scheme["mode"], x_dtype, **types)
+    shift = jnp.dtype(scheme["shift_dtype"] or product.scale_dtype) if product.shifted else product.shift_dtype
+    scales, shift = _cuda_dispatch.parameter_types(product.scale_dtype, shift)
+    return _cuda_dispatch.widened(product._replace(scale_dtype=scales, shift_dtype=shift))
 
 
 def assert_close(y, exact, terms, roundings, inputs: int) -> None:
