@@ -45,11 +45,14 @@ SUITES = {
     "tokens": [case(k, n, m) for k, n in SHAPES for m in TOKENS],
     "schemes": [
         case(8192, 8192, m, **scheme)
-        for m in (1, 16, 1024)
+        for m in (1, 16, 32, 64, 256, 1024)
         for scheme in (
             {"dtype": "float16"},
+            {"scales": "float32"},
             {"mode": "integer_zeros"},
+            {"mode": "integer_zeros", "group_size": 64},
             {"mode": "offsets"},
+            {"mode": "offsets", "group_size": 64, "scales": "float32"},
             {"group_size": 32},
             {"group_size": None},
             {"bits": 8},

@@ -77,6 +77,7 @@ _TILED_TOKENS, _TILED_TOKENS_OF_SMALL_GROUPS = SM90["tiled"]["tokens"], SM90["ti
 _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (SM90["tiled"]["costs"], SM90["table"], SM90["conv"]))
 _LEAST_TILE = min(tokens for costs in (_TILED, _TABLE_TILED) for _, tokens, _ in costs.stages)
 _REGISTER_TOKENS_OF_EIGHT_BITS = 128  # transposed_warpgroup::most_register_tokens
+_ROW_OF_BYTES = 16  # zeros of one byte are copied so many at a time
 TRANSPOSED = _cuda_costs.Transposed(**SM90["transposed"])
 _PARTS = _cuda_costs.Parts(**SM90["parts"])
 _BAND_CONV = _cuda_costs.BandConv(**SM90["band_conv"])
@@ -194,6 +195,11 @@ class Product(NamedTuple):
         """Of scales, and of zeros or offsets if there are any."""
         shifted = self.shift_mode in (ShiftMode.ZEROS, ShiftMode.OFFSETS)
         return [self.scale_dtype, *([self.shift_dtype] if shifted else [])]
+
+    @property
+    def own_types(self) -> list:
+        """The same, of floats that of the activations."""
+        return [self.x_dtype if jnp.issubdtype(dtype, jnp.floating) else dtype for dtype in self.parameter_types]
 
     @property
     def weight_bytes(self) -> float:
@@ -851,16 +857,24 @@ def transposed_scratch(p: Product, dy_batch: int, parameter_batch: int) -> int:
     return 0
 
 
-def rounds_transposed_scales(p: Product) -> bool:
-    """Whether other scales become bfloat16 before the product of ``p.m`` rows with transposed weights: it then keeps
-    weights in registers (``transposed_warpgroup::in_registers`` in ``ffi/cuda/matmul_transposed.cu``), which saves a
-    fifth of its time with tens of rows and a tenth with thousands.
+def rounds_transposed_parameters(p: Product) -> bool:
+    """Whether other scales, and offsets, become bfloat16 before the product of ``p.m`` rows with transposed weights: it
+    then keeps weights in registers (``transposed_warpgroup::in_registers`` in ``ffi/cuda/matmul_transposed.cu``), which
+    saves a fifth of its time with tens of rows and a tenth with thousands.
     """
-    bfloat16 = jnp.dtype(p.x_dtype) == jnp.bfloat16 and jnp.dtype(p.scale_dtype) != jnp.bfloat16
-    symmetric = p.shift_mode == ShiftMode.NONE and not p.small_groups
-    if not (isinstance(p.m, int) and bfloat16 and symmetric) or (p.bits == 8 and p.m > _REGISTER_TOKENS_OF_EIGHT_BITS):
+    if not isinstance(p.m, int) or (p.bits == 8 and p.m > _REGISTER_TOKENS_OF_EIGHT_BITS):
         return False
-    return transposed_kernel(p) == "matmul_transposed_warpgroup"
+    return may_round_parameters(p) and transposed_kernel(p) == "matmul_transposed_warpgroup"
+
+
+def may_round_parameters(p: Product) -> bool:
+    """Whether that loses no more than rounding weights does, and is of use: what float zeros are more than integers may
+    be less than bfloat16 tells apart.
+    """
+    if jnp.dtype(p.x_dtype) != jnp.bfloat16 or p.parameter_types == p.own_types:
+        return False
+    integers = p.shift_mode == ShiftMode.ZEROS and p.shift_dtype == jnp.uint8 and p.n % _ROW_OF_BYTES == 0
+    return integers or p.shift_mode in (ShiftMode.NONE, ShiftMode.TABLE, ShiftMode.OFFSETS)
 
 
 def whole(size: int, step: int = _WHOLE) -> int:

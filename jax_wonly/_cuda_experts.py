@@ -21,6 +21,7 @@ _OWN_EXPERTS, _OWN_IDS, _MASKED_IDS = 512, 32, 128
 _MOST_OUTPUTS = 1 << 17  # of an expert, whose strips ragged_resident counts as floats
 _MOST_ATOMS = 1 << 21  # and matmul_decode strips of 16 outputs, times CTAs
 _ROUNDED_ROWS_OF_EXPERT = 2  # up to which rounding them first gains nothing (measured)
+_ROUNDED_PARAMETERS_ROWS = 1  # of an expert, from which on rounding its scales first is little beside their product
 # Bytes of shared memory of matmul_decode: digits of 128 inputs, each of their sums, sums of outputs, and static ones.
 _DIGITS, _SUMS, _PARTIAL, _STATIC = 1216, 32, 4096, 128
 
@@ -138,6 +139,15 @@ def transposed_kernel(p: Product) -> str:
     """The fused kernel for rows of ``[m, n]`` times their experts' transposed weights."""
     streams = _streams_transposed(p) or not _takes_transposed(p)
     return "matmul_transposed_stream" if streams else "matmul_transposed_warpgroup"
+
+
+def rounds_transposed_parameters(p: Product) -> bool:
+    """As that of ``_cuda_dispatch``, which saves up to a half of the time here. The parameters of all experts are
+    rounded, also where few of them have rows.
+    """
+    if not isinstance(p.m, int) or p.bits == 8 or p.m < _ROUNDED_PARAMETERS_ROWS * p.batch:
+        return False
+    return _cuda_dispatch.may_round_parameters(p) and transposed_kernel(p) == "matmul_transposed_warpgroup"
 
 
 def _takes_transposed(p: Product) -> bool:

@@ -411,19 +411,38 @@ def test_scales_of_the_other_type(warpgroups):
     assert zeros == [single if warpgroups else half, jnp.dtype(jnp.uint8)]
 
 
-def test_float32_scales_of_transposed(warpgroups):
+def test_other_parameters_of_transposed(warpgroups):
     """Rounded where weights then stay in registers."""
 
-    def rounds(m=17, n=4096, bits=4, x=jnp.bfloat16, scales=jnp.float32, mode=ShiftMode.NONE, groups=32):
-        shift = None if mode == ShiftMode.NONE else jnp.uint8
-        return _cuda_dispatch.rounds_transposed_scales(
-            Product(m, 4096, n, 1, bits, x, scales, mode, shift, groups=groups)
+    def rounds(
+        m=17, n=4096, bits=4, x=jnp.bfloat16, scales=jnp.float32, mode=ShiftMode.NONE, shift=jnp.uint8, groups=32
+    ):
+        shift = None if mode == ShiftMode.NONE else jnp.dtype(shift)
+        return _cuda_dispatch.rounds_transposed_parameters(
+            Product(m, 4096, n, 1, bits, x, jnp.dtype(scales), mode, shift, groups=groups)
         )
 
-    assert rounds() == rounds(8192) == rounds(groups=1) == rounds(128, bits=8) == warpgroups
-    assert not (rounds(16) or rounds(n=4100) or rounds(129, bits=8) or rounds(groups=64) or rounds(groups=128))
-    assert not (rounds(x=jnp.float16) or rounds(x=jnp.float32) or rounds(scales=jnp.bfloat16))
-    assert not rounds(mode=ShiftMode.ZEROS)
+    zeros, offsets = {"mode": ShiftMode.ZEROS}, {"mode": ShiftMode.OFFSETS, "shift": jnp.float32}
+    own = {"scales": jnp.bfloat16}
+    assert rounds() == rounds(8192) == rounds(groups=1) == rounds(128, bits=8) == rounds(groups=128) == warpgroups
+    assert rounds(**zeros) == rounds(**offsets) == rounds(**offsets, **own) == warpgroups
+    assert rounds(mode=ShiftMode.TABLE) == warpgroups
+    assert rounds(1, mode=ShiftMode.TABLE) == warpgroups  # none that streams takes a table
+    assert not (rounds(16) or rounds(n=4100) or rounds(129, bits=8))
+    assert not (rounds(x=jnp.float16) or rounds(x=jnp.float32) or rounds(**own) or rounds(**zeros, **own))
+    assert not (rounds(**zeros, n=4104) or rounds(mode=ShiftMode.ZEROS, shift=jnp.float32))
+
+
+def test_other_parameters_of_experts_transposed(warpgroups):
+    """The same of experts, where rows are so many that rounding the scales of all of them is nothing beside it."""
+
+    def rounds(m, bits=4, mode=ShiftMode.NONE, x=jnp.bfloat16):
+        p = Product(m, 2048, 1536, 16, bits, x, jnp.dtype(jnp.float32), mode, groups=16)
+        return _cuda_experts.rounds_transposed_parameters(p)
+
+    assert rounds(16 * 16 + 1) == rounds(8192) == rounds(16, mode=ShiftMode.TABLE) == warpgroups
+    assert not (rounds(16 * 16) or rounds(15, mode=ShiftMode.TABLE) or rounds(8192, bits=8))
+    assert not (rounds(8192, x=jnp.float16) or rounds(8192, x=jnp.float32))
 
 
 def test_quantized(warpgroups):

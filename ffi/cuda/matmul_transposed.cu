@@ -52,21 +52,43 @@ cudaError_t launch_fitting(transposed_stream::Config config, const Device& devic
 }
 
 // Microseconds of transposed_warpgroup: a stage, what a block adds, the kernel, and what it takes to add the sums of a
-// block that is split in two, or in more; with weights in shared memory and in registers, and with float32 dy.
+// block that is split in two, or in more; with weights in shared memory, with float32 dy, and with weights in
+// registers.
 struct WarpgroupCost {
   int tokens;
   float stage, block, sums_of_two, sums;
 };
 constexpr WarpgroupCost kSharedCosts[] = {
     {64, 0.345f, 4.0f, 1.0f, 1.9f}, {128, 0.42f, 3.6f, 1.8f, 3.4f}, {256, 0.645f, 3.0f, 3.0f, 0.f}};
-constexpr WarpgroupCost kRegisterCosts[] = {{32, 0.445f, 4.2f, 1.1f, 1.3f},
-                                            {64, 0.313f, 3.0f, 0.9f, 1.6f},
-                                            {128, 0.765f, 2.6f, 1.6f, 3.0f},
-                                            {256, 0.645f, 2.0f, 2.6f, 0.f}};
+// Stages of symmetric codes, with zeros, with offsets, and of tables, of groups of 128 inputs and more.
+struct RegisterCost {
+  int tokens;
+  float symmetric, zeros, offsets, table, block, sums_of_two, sums;
+};
+constexpr RegisterCost kRegisterCosts[] = {{32, 0.445f, 0.44f, 0.465f, 0.49f, 4.2f, 1.1f, 1.3f},
+                                           {64, 0.313f, 0.375f, 0.353f, 0.4f, 3.0f, 0.9f, 1.6f},
+                                           {128, 0.765f, 0.89f, 0.855f, 0.96f, 2.6f, 1.6f, 3.0f},
+                                           {256, 0.645f, 0.716f, 0.7f, 0.744f, 2.0f, 2.6f, 0.f}};
+constexpr float kRowCopy = 0.016f;      // one more row of a stage's scales, zeros or offsets,
+constexpr int64_t kHidingTokens = 128;  // which the products of so many tokens hide
 constexpr WarpgroupCost kFloat32Costs[] = {{64, 0.62f, 4.0f, 9.0f, 12.0f}, {128, 0.94f, 4.0f, 8.0f, 14.0f}};
 constexpr float kWarpgroupStart = 0.5f;
 constexpr int kSplits[] = {2, 3, 4, 6};
 constexpr int kLeastOutputs = 256;  // of a CTA
+
+WarpgroupCost cost_in_registers(const MatmulArgs& args, const RegisterCost& cost) {
+  const bool zeros = args.shift_mode == ShiftMode::kZeros, offsets = args.shift_mode == ShiftMode::kOffsets;
+  float stage = zeros                                  ? cost.zeros
+                : offsets                              ? cost.offsets
+                : args.shift_mode == ShiftMode::kTable ? cost.table
+                                                       : cost.symmetric;
+  if (const int log2 = log2_group_blocks(args); log2 >= 0 && cost.tokens < kHidingTokens) {
+    const int blocks = transposed_warpgroup::block_inputs(cost.tokens, true) / 32;
+    const int more = std::max(1, blocks >> log2) - std::max(1, blocks / 4);
+    stage += kRowCopy * static_cast<float>(std::max(more, 0) * (zeros || offsets ? 2 : 1));
+  }
+  return {cost.tokens, stage, cost.block, cost.sums_of_two, cost.sums};
+}
 
 transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
   const bool float32 = args.x_dtype == DType::kF32, in_registers = transposed_warpgroup::in_registers(args);
@@ -104,8 +126,9 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
   if (float32) {
     for (const WarpgroupCost& cost : kFloat32Costs) consider_blocks(cost);
   } else if (in_registers) {
-    for (const WarpgroupCost& cost : kRegisterCosts) {
-      if (cost.tokens <= transposed_warpgroup::most_register_tokens(args.bits)) consider_blocks(cost);
+    for (const RegisterCost& cost : kRegisterCosts) {
+      if (cost.tokens > transposed_warpgroup::most_register_tokens(args.bits)) continue;
+      consider_blocks(cost_in_registers(args, cost));
     }
   } else {
     for (const WarpgroupCost& cost : kSharedCosts) consider_blocks(cost);
@@ -252,16 +275,31 @@ int64_t float32_rows(const MatmulArgs& args) {
   return args.batch > 1 ? 0 : rows / kFloat32Block * kFloat32Block;
 }
 
-bool in_registers(const MatmulArgs& args) {
-  const int log2 = log2_group_blocks(args);
-  // Of eight bits and more rows weights in shared memory are mostly faster, by up to 15%.
-  if (args.bits == 8 && args.m > most_register_tokens(8)) return false;
-  // Scales are copied 16 bytes at a time.
-  return args.x_dtype != DType::kF32 && args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype &&
-         (log2 < 0 || log2 >= 2) && reinterpret_cast<uintptr_t>(args.scales) % 16 == 0;
+namespace {
+
+// Scales, and zeros or offsets, are such as the kernel with weights in registers takes.
+bool has_own_parameters(const MatmulArgs& args) {
+  // Rows of parameters are copied 16 bytes at a time.
+  const auto aligned = [](const void* array) { return reinterpret_cast<uintptr_t>(array) % 16 == 0; };
+  if (args.x_dtype == DType::kF32 || args.scale_dtype != args.x_dtype || !aligned(args.scales)) return false;
+  if (args.shift_mode == ShiftMode::kNone || args.shift_mode == ShiftMode::kTable) return true;
+  if (!aligned(args.shift)) return false;
+  return args.shift_mode == ShiftMode::kOffsets ? args.shift_dtype == args.x_dtype
+                                                : args.shift_dtype == DType::kU8 && args.n % 16 == 0;
 }
 
-bool experts_in_registers(const MatmulArgs& args) { return args.bits == 4 && in_registers(args); }
+}  // namespace
+
+bool in_registers(const MatmulArgs& args) {
+  // Of eight bits and more rows weights in shared memory are mostly faster, by up to 15%.
+  if (args.bits == 8 && args.m > most_register_tokens(8)) return false;
+  // Blocks of 64 tokens, of four bits and one zero for many inputs, are 2 to 5% faster there.
+  const bool shared =
+      args.bits == 4 && args.shift_mode == ShiftMode::kZeros && args.m > 32 && args.m <= 64 && !has_small_groups(args);
+  return !shared && has_own_parameters(args);
+}
+
+bool experts_in_registers(const MatmulArgs& args) { return args.bits == 4 && has_own_parameters(args); }
 
 }  // namespace transposed_warpgroup
 

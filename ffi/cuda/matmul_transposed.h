@@ -79,8 +79,8 @@ constexpr int64_t parameter_entries(const MatmulArgs& args, int64_t batch) {
   return args.scales_batch_stride == 0 && args.shift_batch_stride == 0 ? 1 : batch;
 }
 
-// Whether weights are wgmma's operand in registers: symmetric codes, scales of dy's type, groups of 128 inputs or more,
-// and for eight bits few tokens.
+// Whether weights are wgmma's operand in registers: scales are of dy's type, and so are offsets, or zeros are integers,
+// if there are any; for eight bits few tokens.
 bool in_registers(const MatmulArgs& args);
 // The same of experts' weights, whose eight bits are faster in shared memory; inputs of a block of 64 rows then.
 bool experts_in_registers(const MatmulArgs& args);

@@ -11,7 +11,8 @@
 //
 // A weight is rounded once to the type of dy, as a dense one would be: the code less the integer part of its zero is
 // exact, and one multiplication by the scale rounds. Scales of another type are two numbers of dy's type, and what is
-// left of the zero, or the offset, enters rounded; so do the entries of a table. Nothing else is rounded before the
+// left of the zero, or the offset, enters rounded; so do the entries of a table. (Of bf16 dy other scales and offsets
+// are rounded before: primitives/matmul.py.) Nothing else is rounded before the
 // float32 sum, whose order depends on N, the size of the cluster that splits it and the outputs of a stage alone: a
 // token's result does not depend on the other tokens.
 //
@@ -57,6 +58,13 @@ constexpr int kRunBytes = S::kWarps * S::kTiles * 32 * 16;  // sums of a CTA's b
 template <typename S>
 constexpr int kStoredTokens = std::min(S::kStagingTokens, S::kTokens / 2);  // by the copy engine at a time
 constexpr int kMostParts = 4;                                               // in which two CTAs exchange their sums
+template <typename S>
+constexpr bool makes_shifts() {
+  if constexpr (S::kInRegisters) return S::kShifted && !S::kFloat32;
+  return false;
+}
+template <typename S>
+constexpr bool kMakesShifts = makes_shifts<S>();
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
@@ -75,6 +83,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   uint64_t* full = reinterpret_cast<uint64_t*>(shared);
   uint64_t* empty = full + kStages;
   uint64_t* received = empty + kStages;
+  uint64_t* landed = received + kMostParts;
   uint8_t* const ring = shared + kBarrierBytes;
 
   const MatmulArgs& args = params.args;
@@ -88,6 +97,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       ptx::barrier_init(full + i, S::kArrivals);
       ptx::barrier_init(empty + i, S::kWarps * params.partners * ptx::kArrivals);
     }
+    if constexpr (kMakesShifts<S>) {
+      for (int i = 0; i < kStages; ++i) ptx::barrier_init(landed + i, 1);
+    }
     for (int i = 0; i < kMostParts; ++i) ptx::barrier_init(received + i, 1);
     ptx::barrier_init_fence();
   }
@@ -98,13 +110,16 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   } else {
     __syncthreads();
   }
-  const Cta<S> cta{params, dy_map, dy_last, source, full, empty, ring, warp, lane, rank, static_cast<int>(blockIdx.x)};
+  const Cta<S> cta{params, dy_map, dy_last, source, full, empty,
+                   landed, ring,   warp,    lane,   rank, static_cast<int>(blockIdx.x)};
 
   if (warp >= S::kWarps) {
     if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kProducerRegisters>();
     bool last_split;
     if constexpr (S::kFloat32) ptx::wait_for_last_kernel();
-    if constexpr (S::kInRegisters) {
+    if constexpr (kMakesShifts<S>) {
+      last_split = warp < S::kWarps + 2 ? copy_stages(cta) : prepare_shifts(cta);
+    } else if constexpr (S::kInRegisters) {
       last_split = copy_stages(cta);
     } else {
       last_split = convert_stages(cta);
@@ -139,6 +154,21 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       }
       ptx::wait_for_last_kernel();
     }
+    // Of 16-bit dy the table is that of the item's weights.
+    [[maybe_unused]] int64_t table_of = -1;
+    const auto find_table = [&]([[maybe_unused]] const Item& item) {
+      if constexpr (S::kInRegisters && S::kTable && !S::kFloat32) {
+        const int64_t of_item = item.weights * args.shift_batch_stride;
+        if (of_item == table_of) return;
+        table_of = of_item;
+        ptx::named_sync<kConsumersBarrier, S::kConsumers * 128>();  // nobody reads the one before
+        if (S::kConsumers * 128 == kTablePairs || threadIdx.x < kTablePairs) {
+          prepare_table<X, 1, kSplitTop, S::kTableRowBytes>(static_cast<const float*>(args.shift) + of_item,
+                                                            shared + S::kTableAt, static_cast<int>(threadIdx.x));
+        }
+        ptx::named_sync<kConsumersBarrier, S::kConsumers * 128>();
+      }
+    };
     const auto unscaled = [&](const Item& item, float sum, [[maybe_unused]] int token, [[maybe_unused]] int64_t k) {
       if constexpr (S::kFloat32) {
         // The smaller factor first, so that no product overflows that the result does not.
@@ -305,6 +335,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         if (thread < S::kTokens) undo_dy[thread] = of_token;
         sync();
       } else {
+        find_table(item);
         with_rows<S>(item, [&](auto rows) {
           if constexpr (S::kInRegisters) {
             float sums[S::kTiles][rows.value / 2];
@@ -642,28 +673,34 @@ Params<Source> make_params(const MatmulArgs& args) {
   return params;
 }
 
-// The same for weights in registers.
+// The same for weights in registers, of kBits.
+template <typename Source, typename X, int kBits, int kTokens, typename Launch>
+cudaError_t with_register_codes(const MatmulArgs& args, Launch&& launch) {
+  const auto with = [&](auto codes) {
+    return launch(static_cast<RegisterShape<Source, X, kBits, kTokens, codes.value>*>(nullptr));
+  };
+  switch (args.shift_mode) {
+    case ShiftMode::kZeros:
+      return with(std::integral_constant<RegisterCodes, RegisterCodes::kZeros>{});
+    case ShiftMode::kOffsets:
+      return with(std::integral_constant<RegisterCodes, RegisterCodes::kOffsets>{});
+    case ShiftMode::kTable:
+      if constexpr (kBits == 4) return with(std::integral_constant<RegisterCodes, RegisterCodes::kOfTable>{});
+      return cudaErrorInvalidValue;
+    default:
+      return with(std::integral_constant<RegisterCodes, RegisterCodes::kSymmetric>{});
+  }
+}
 template <typename X, typename Launch>
 cudaError_t with_register_shape(const MatmulArgs& args, int tokens, Launch&& launch) {
   const auto with_bits = [&](auto tokens) {
-    if constexpr (tokens.value <= most_register_tokens(8)) {
-      if (args.bits == 8) return launch(static_cast<RegisterShape<Consecutive, X, 8, tokens.value>*>(nullptr));
+    constexpr int kTokens = tokens.value;
+    if constexpr (kTokens <= most_register_tokens(8)) {
+      if (args.bits == 8) return with_register_codes<Consecutive, X, 8, kTokens>(args, launch);
     }
-    return args.bits == 4 ? launch(static_cast<RegisterShape<Consecutive, X, 4, tokens.value>*>(nullptr))
-                          : cudaErrorInvalidValue;
+    return args.bits == 4 ? with_register_codes<Consecutive, X, 4, kTokens>(args, launch) : cudaErrorInvalidValue;
   };
-  switch (tokens) {
-    case 32:
-      return with_bits(std::integral_constant<int, 32>{});
-    case 64:
-      return with_bits(std::integral_constant<int, 64>{});
-    case 128:
-      return with_bits(std::integral_constant<int, 128>{});
-    case 256:
-      return with_bits(std::integral_constant<int, 256>{});
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return tokens == 32 ? with_bits(std::integral_constant<int, 32>{}) : with_block(tokens, with_bits);
 }
 
 template <typename X>

@@ -105,7 +105,7 @@ cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int 
   return launch_spans(make_params<Spans>(args), args, work, multiprocessors, stream, [&](auto&& launch) {
     if (!experts_in_registers(args)) return with_shape<Spans, X>(args, work.tile_rows, launch);
     return with_block(work.tile_rows,
-                      [&](auto rows) { return launch(static_cast<RegisterShape<Spans, X, 4, rows.value>*>(nullptr)); });
+                      [&](auto rows) { return with_register_codes<Spans, X, 4, rows.value>(args, launch); });
   });
 }
 

@@ -56,7 +56,7 @@ struct Float32Shape {
   static constexpr int kConsumers = transposed_warpgroup::kConsumers, kWarps = kConsumers * 4;
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kColumns = kTokens, kParts = 1, kPieces = 2;
-  static constexpr int kOutputs = kRunN, kRuns = 1, kScaleRows = 1;
+  static constexpr int kOutputs = kRunN, kRuns = 1;
   static constexpr int kDyAt = 0, kRunDyBytes = kTokens * kRunN * 2, kDyBytes = kPieces * kRunDyBytes;
   static constexpr int kPackedTiles = kBlockK / tile_k(kBits), kRunWeightBytes = kPackedTiles * kTileBytes;
   static constexpr int kWeightsAt = kDyBytes, kScalesAt = kWeightsAt + kRunWeightBytes;

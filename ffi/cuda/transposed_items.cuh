@@ -53,14 +53,19 @@ struct Params {
   Float32Params float32;
 };
 
-// The first group of scales of a block, and of which of its groups the sixteen inputs of a warp are.
+// The first group of scales of a block, and of which of its groups the sixteen inputs of a fragment are.
 template <typename Source>
 __device__ __forceinline__ int first_group(const Params<Source>& params, int k0) {
   return params.log2_group_blocks < 0 ? 0 : k0 / 32 >> params.log2_group_blocks;
 }
 template <typename Source>
-__device__ __forceinline__ int group_of_fragment(const Params<Source>& params, int warp) {
-  return params.log2_group_blocks < 0 ? 0 : warp / 2 >> params.log2_group_blocks;
+__device__ __forceinline__ int group_of_fragment(const Params<Source>& params, int fragment) {
+  return params.log2_group_blocks < 0 ? 0 : fragment / 2 >> params.log2_group_blocks;
+}
+// How many it has.
+template <typename S>
+__device__ __forceinline__ int groups_of_block(const Params<typename S::Source>& params) {
+  return params.log2_group_blocks < 0 ? 1 : max(1, S::kMostGroups >> params.log2_group_blocks);
 }
 
 // Rows of dy that are copied at a time where blocks may have any number of rows, of which as many are multiplied as
@@ -135,7 +140,8 @@ struct Cta {
   const Params<typename S::Source>& params;
   const CUtensorMap &dy_map, &dy_last;  // of a partner's part, and of one that has not all rows
   const typename S::Source& source;
-  uint64_t *full, *empty;  // barriers of the stages
+  // Barriers of the stages. landed: of zeros or offsets, of which something is to be made.
+  uint64_t *full, *empty, *landed;
   uint8_t* ring;
   int warp, lane, rank;
   int first_item;

@@ -1,10 +1,12 @@
-// Stages of matmul_transposed_warpgroup.cuh with weights as the register operand of wgmma: symmetric codes, scales of
-// dy's type, one for 128 inputs or more.
+// Stages of matmul_transposed_warpgroup.cuh with weights as the register operand of wgmma, where scales are of dy's
+// type, and so are offsets, or zeros are integers, if there are any.
 //
 // Two warps keep the ring full: one with dy, by the tensor copy engine, one with packed weights and scales, by bulk
-// copies. Rows of the register operand are inputs, while a lane's packed word holds codes of one output: movmatrix
-// exchanges words as 8 x 8 matrices of their halves, after which the masks of convert.h leave pairs of neighbouring
-// outputs. Other instructions take longer beside wgmma, about two cycles each, so their number counts, branches most.
+// copies. Two more make of zeros or offsets what is added to codes or to weights. Rows of the register operand are
+// inputs, while a lane's packed word holds codes of one output; movmatrix exchanges words as 8 x 8 matrices of their
+// halves, after which the masks of convert.h, or a look-up of pairs in shared memory (pair_table.cuh), leave pairs of
+// neighbouring outputs. Other instructions take longer beside wgmma, one to two cycles each, so their number counts,
+// branches most; and what shared memory delivers to registers is close to all that it has left.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,6 +15,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/element.cuh"
+#include "cuda/pair_table.cuh"
 #include "cuda/ring.cuh"
 #include "cuda/transposed_items.cuh"
 #include "cuda/wgmma.cuh"
@@ -21,44 +25,62 @@
 
 namespace wonly::transposed_warpgroup {
 
-// Codes to weights, pairs of neighbouring outputs: the code less its bias, which is exact, times the scale. For bf16 a
+// Codes to weights, pairs of neighbouring outputs: the code less its zero, which is exact, times the scale. For bf16 a
 // masked code is the number code * 2^-133 (convert.h), and its weight is made in units of 2^-6: below 2^-120, not
 // 2^-126, weights are subnormal.
 template <typename X, int kBits>
 struct PairConverter {
   static constexpr bool kBf16 = std::is_same_v<X, __nv_bfloat16>;
-  static constexpr float kUnscale = kBf16 ? 0x1p+6f : 1.f;  // of the sums
-  static constexpr uint32_t kNothing = 0x80008000u;         // -0
+  static constexpr float kUnit = kBf16 ? 0x1p-6f : 1.f, kUnscale = 1.f / kUnit;  // of weights, and of the sums
+  static constexpr uint32_t kNothing = 0x80008000u;                              // -0
 
   __device__ static uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
     return kBf16 ? fma_bf16x2(a, b, c) : fma_f16x2(a, b, c);
   }
-  // The codes of a word, less their bias: nibbles i and i + 4, or bytes i and i + 2.
-  __device__ static void numbers(uint32_t word, uint32_t (&to)[8 * 2 / kBits]) {
-    if constexpr (kBf16) {
-      constexpr uint32_t kUp = 0x7f007f00u, kUpOdd = 0x7d007d00u;  // 2^127, 2^123
-      constexpr uint32_t kMinus = kBits == 4 ? 0xbe00be00u : 0xc000c000u;
-      if constexpr (kBits == 4) {
-        uint4_to_subnormal(word, to);
-      } else {
-        uint8_to_subnormal(word, to);
-      }
-#pragma unroll
-      for (int i = 0; i < 16 / kBits; ++i) to[i] = fma(to[i], kBits == 4 && i % 2 == 1 ? kUpOdd : kUp, kMinus);
+  // What makes of a masked code the code less `zero`, an integer up to 255. Of two codes: less the middle one, less
+  // nothing, and the same of odd pairs of a four-bit word, which are 16 times as large.
+  __device__ static float minus(float zero) { return kBf16 ? zero * -kUnit : -1024.f - zero; }
+  static constexpr uint32_t kMinusMiddle = kBf16        ? (kBits == 4 ? 0xbe00be00u : 0xc000c000u)
+                                           : kBits == 4 ? 0xe408e408u
+                                                        : 0xe480e480u;
+  static constexpr uint32_t kMinusNothing = kBf16 ? kNothing : 0xe400e400u;
+  static constexpr uint32_t kMinusNothingOfOdd = kBf16 ? kNothing : 0xd400d400u;
+  static constexpr uint32_t kMinusMiddleOfOdd = kBf16 ? kMinusMiddle : 0xd480d480u;
+  __device__ static uint32_t of_odd(uint32_t minus) { return kBf16 ? minus : fma(minus, 0x3c003c00u, 0x63806380u); }
+  // The codes of a word, less their zeros: nibbles i and i + 4, or bytes i and i + 2. `minus`: that of pair i.
+  template <typename Minus>
+  __device__ static void numbers(uint32_t word, uint32_t (&to)[16 / kBits], Minus&& minus) {
+    constexpr uint32_t kUp = kBf16 ? 0x7f007f00u : 0x3c003c00u;     // 2^127, 1
+    constexpr uint32_t kUpOdd = kBf16 ? 0x7d007d00u : 0x2c002c00u;  // a sixteenth of it
+    if constexpr (kBf16 && kBits == 4) {
+      uint4_to_subnormal(word, to);
+    } else if constexpr (kBf16) {
+      uint8_to_subnormal(word, to);
     } else if constexpr (kBits == 4) {
-      int4_to_f16(word, to);
+      uint4_above_1024(word, to);
     } else {
-      int8_to_f16<ByteOrder::kInterleaved>(word, to);
+      uint8_above_1024(word, to);
+    }
+#pragma unroll
+    for (int i = 0; i < 16 / kBits; ++i) {
+      const bool odd = kBits == 4 && i % 2 == 1;
+      to[i] = fma(to[i], odd ? kUpOdd : kUp, minus(i, odd));
     }
   }
-  __device__ static uint32_t times(uint32_t number, uint32_t scale) { return fma(number, scale, kNothing); }
 };
 
-template <typename Source_, typename X_, int kBits_, int kTokens_>
+// What a weight is, before its scale: a code less the middle one or less a zero, or a number of a table; or a code, and
+// an offset is added to its product with the scale.
+enum class RegisterCodes { kSymmetric, kZeros, kOffsets, kOfTable };
+
+template <typename Source_, typename X_, int kBits_, int kTokens_, RegisterCodes kCodes = RegisterCodes::kSymmetric>
 struct RegisterShape {
   using Source = Source_;
   using X = X_;
   static constexpr bool kInRegisters = true, kMovesRegisters = true, kFloat32 = false;
+  static constexpr bool kTable = kCodes == RegisterCodes::kOfTable;
+  static constexpr bool kZeros = kCodes == RegisterCodes::kZeros, kOffsets = kCodes == RegisterCodes::kOffsets;
+  static constexpr bool kShifted = kZeros || kOffsets;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   // Four for few rows of experts, whose blocks end often.
@@ -76,18 +98,26 @@ struct RegisterShape {
   static constexpr int kDyAt = 0, kRunDyBytes = kTokens * kRunN * 2, kDyBytes = kRuns * kRunDyBytes;
   static constexpr int kPackedTiles = kBlockK / tile_k(kBits), kRunWeightBytes = kPackedTiles * kTileBytes;
   static constexpr int kWeightsAt = kDyBytes, kScalesAt = kWeightsAt + kRuns * kRunWeightBytes;
-  static constexpr int kScaleBytes = kOutputs * 2, kScaleRows = kBlockK / 128;
-  static constexpr int kStageBytes = (kScalesAt + kScaleRows * kScaleBytes + 1023) / 1024 * 1024;
+  // Of a group, of which a block has kMostGroups at most: scales, and what is made of zeros or offsets, which are
+  // behind all of those first.
+  static constexpr int kRowBytes = kOutputs * 2, kScaleBytes = (kShifted ? 2 : 1) * kRowBytes;
+  static constexpr int kMostGroups = kBlockK / 32, kShiftAt = kScalesAt + kMostGroups * kScaleBytes;
+  static constexpr int kStageBytes = (kShiftAt + (kShifted ? kMostGroups * kRowBytes : 0) + 1023) / 1024 * 1024;
   static constexpr int kStagingTokens = std::min(kTokens, Source::kStagingTokens / kTiles);
   static constexpr int kStagingBytes = kStagingTokens * kTiles * 128;  // of one warpgroup
   static constexpr int kMostStages = 12;
   static constexpr int kSourceAt = kMostSharedBytes - Source::kSharedBytes;
   static constexpr int kStagingAt = (kSourceAt - kConsumers * kStagingBytes) / 1024 * 1024;
-  static constexpr int kRingBytes = kStagingAt - kBarrierBytes;
+  // Rows of the table as long as there is room for.
+  static constexpr int kTableRowBytes = kTokens <= 64 ? kWideRowBytes : pair_row_bytes(1);
+  static constexpr int kTableAt = kStagingAt - (kTable ? kTablePairs * kTableRowBytes : 0);
+  static constexpr int kRingBytes = kTableAt - kBarrierBytes;
   static constexpr int kStages = std::min(kRingBytes / kStageBytes, kMostStages);
   static constexpr int kSharedBytes = kMostSharedBytes;
-  static constexpr float kUnscale = PairConverter<X, kBits>::kUnscale;
-  static constexpr int kArrivals = 2;  // at a stage: who copies
+  static constexpr float kUnscale = kTable ? 1.f : PairConverter<X, kBits>::kUnscale;
+  // At a stage: who copies, and a warp that makes something of zeros or offsets.
+  static constexpr int kArrivals = kShifted ? 2 + ptx::kArrivals : 2;
+  static_assert(kTableAt % 1024 == 0);
   static_assert(kStages >= 3);
 };
 
@@ -151,18 +181,17 @@ __device__ __forceinline__ void load_row(uint32_t row, uint32_t (&to)[2 * kAtoms
     for (int i = 0; i < 4; ++i) to[two * 2 + i] = of_two[i];
   }
 }
-
 // Fills the ring; whether the last item was split.
 template <typename S>
 __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   const auto& params = cta.params;
   const MatmulArgs& args = params.args;
+  constexpr bool kShifts = S::kShifted && !S::kFloat32;
+  const int shift_size = kShifts ? element_size(args.shift_dtype) : 0;
   // In 32 bits: the first copies wait for this.
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
   const int outputs = static_cast<int>(args.n), last_group = static_cast<int>(args.groups) - 1;
-  const bool two_rows = S::kScaleRows == 2 && params.log2_group_blocks == 2;
-  int rows_of_scales = two_rows ? 2 : 1;
-  if (S::kFloat32 && params.log2_group_blocks >= 0) rows_of_scales = max(1, 4 >> params.log2_group_blocks);
+  const int rows_of_scales = groups_of_block<S>(params);
   bool last_split = false;
   if (cta.warp == S::kWarps && cta.lane == 0) ptx::prefetch_map(&cta.dy_map);
   cta.wait_for_barriers();
@@ -187,18 +216,19 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
     const uint32_t* words = args.qw + item.weights * args.qw_batch_stride +
                             static_cast<uint64_t>(item.begin * S::kRuns) * next_run + first_tile * kTileWords;
     const int group = first_group(params, item.k0);
-    const auto row_of = [&](int group) {
-      return static_cast<const uint16_t*>(args.scales) + item.weights * args.scales_batch_stride +
-             static_cast<uint64_t>(static_cast<uint32_t>(min(group, last_group))) * static_cast<uint32_t>(outputs);
+    const auto rows_at = [&](const void* parameters, int64_t stride, int size) {
+      const int64_t of_group = static_cast<int64_t>(min(group, last_group)) * outputs;
+      return static_cast<const uint8_t*>(parameters) + (item.weights * stride + of_group) * size;
     };
-    const uint16_t *const scales = row_of(group), *const more_scales = row_of(group + 1);
+    [[maybe_unused]] const uint8_t* const scales = rows_at(args.scales, args.scales_batch_stride, 2);
+    [[maybe_unused]] const uint8_t* const shifts = rows_at(args.shift, args.shift_batch_stride, shift_size);
     for (int stage = item.begin; stage < item.end; ++stage, words += S::kRuns * next_run, at.advance()) {
       ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
       if (!ptx::elect_one()) continue;
       uint64_t* const full = cta.full + at.slot;
       uint8_t* const to = cta.ring + at.slot * S::kStageBytes;
       const int n = stage * S::kOutputs, left = outputs - n, runs = S::kRuns == 1 || left <= kRunN ? 1 : 2;
-      ptx::barrier_expect(full, runs * weight_bytes + rows_of_scales * S::kScaleBytes);
+      ptx::barrier_expect(full, runs * weight_bytes + rows_of_scales * (S::kFloat32 ? S::kScaleBytes : S::kRowBytes));
 #pragma unroll
       for (int run = 0; run < S::kRuns; ++run) {
         if (run >= runs || weight_bytes == 0) break;  // codes of any kind meet zeros of dy
@@ -212,20 +242,68 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
                          own.parameters + (at_group * own.stages + stage) * (S::kParameterRows * S::kOutputs),
                          S::kScaleBytes, full);
         }
-        continue;
-      }
-      const auto copy_scales = [&](uint8_t* row, const uint16_t* from) {
+      } else {
+        uint64_t* const landed = cta.landed + at.slot;
+        if (kShifts) ptx::barrier_expect(landed, rows_of_scales * S::kOutputs * shift_size);
         const int count = min(S::kOutputs, left);
-        ptx::bulk_copy(row, from + n, count * 2, full);
-        // Beyond the last output others of the group, which meet zeros of dy.
-        for (int copied = count; copied < S::kOutputs;) {
-          const int more = min(S::kOutputs - copied, outputs);
-          ptx::bulk_copy(row + copied * 2, from, more * 2, full);
-          copied += more;
+        const auto copy_rows = [&](uint8_t* to_row, int next, const uint8_t* from, int size, uint64_t* barrier) {
+          const int64_t to_next_row = static_cast<int64_t>(outputs) * size;
+#pragma unroll 1
+          for (int row = 0; row < rows_of_scales; ++row, to_row += next) {
+            ptx::bulk_copy(to_row, from + n * size, count * size, barrier);
+            // Beyond the last output others of the group, which meet zeros of dy.
+            for (int copied = count; copied < S::kOutputs;) {
+              const int more = min(S::kOutputs - copied, outputs);
+              ptx::bulk_copy(to_row + copied * size, from, more * size, barrier);
+              copied += more;
+            }
+            if (group + row < last_group) from += to_next_row;
+          }
+        };
+        copy_rows(to + S::kScalesAt, S::kScaleBytes, scales, 2, full);
+        if constexpr (kShifts) copy_rows(to + S::kShiftAt, S::kOutputs * shift_size, shifts, shift_size, landed);
+      }
+    }
+  }
+  return last_split;
+}
+
+// Makes of the zeros of the ring's stages what is added to codes, or of its offsets what is to weights, in two warps
+// that take turns; whether the last item was split.
+template <typename S>
+__device__ __forceinline__ bool prepare_shifts(const Cta<S>& cta) {
+  using X = typename S::X;
+  using C = PairConverter<X, S::kBits>;
+  constexpr int kPairs = S::kOutputs / 2;  // of a row
+  const auto& params = cta.params;
+  const int pairs = groups_of_block<S>(params) * kPairs;
+  bool last_split = false, mine = cta.warp % 2 == 0;
+  cta.wait_for_barriers();
+  RingPosition<S::kStages> at;
+  for (int index = cta.first_item; index < cta.source.items(); index += params.clusters) {
+    const Item item = cta.source.item(index, cta.rank);
+    if (item.weights < 0) continue;  // nobody waits for it
+    last_split = item.split;
+    for (int stage = item.begin; stage < item.end; ++stage, at.advance(), mine = !mine) {
+      if (!mine) continue;
+      uint8_t* const slot = cta.ring + at.slot * S::kStageBytes;
+      ptx::barrier_wait(cta.landed + at.slot, at.phase);
+#pragma unroll 2
+      for (int i = cta.lane; i < pairs; i += 32) {
+        const int row = i / kPairs, pair = i % kPairs;
+        uint8_t* const to = slot + S::kScalesAt + row * S::kScaleBytes + S::kRowBytes;
+        const uint8_t* const from = slot + S::kShiftAt + row * S::kOutputs * (S::kZeros ? 1 : 2);
+        float2 made;
+        if constexpr (S::kZeros) {
+          const uint16_t two = reinterpret_cast<const uint16_t*>(from)[pair];
+          made = {C::minus(static_cast<float>(two & 0xffu)), C::minus(static_cast<float>(two >> 8))};
+        } else {
+          const float2 two = to_floats<X>(reinterpret_cast<const uint32_t*>(from)[pair]);
+          made = {two.x * C::kUnit, two.y * C::kUnit};
         }
-      };
-      copy_scales(to + S::kScalesAt, scales);
-      if (two_rows) copy_scales(to + S::kScalesAt + S::kScaleBytes, more_scales);
+        reinterpret_cast<uint32_t*>(to)[pair] = from_float2<X>(made.x, made.y);
+      }
+      ptx::warp_arrive(cta.full + at.slot, cta.lane);
     }
   }
   return last_split;
@@ -239,8 +317,8 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
   using C = PairConverter<typename S::X, S::kBits>;
   using F = Fragments<S>;
   const F fragments(cta.warp);
-  const int scale_row = cta.params.log2_group_blocks == 2 ? cta.warp * S::kTiles / 8 : 0;
-  const int scales_at = S::kScalesAt + scale_row * S::kScaleBytes + cta.lane / 8 * 16;
+  const int scales_at =
+      S::kScalesAt + group_of_fragment(cta.params, cta.warp * S::kTiles) * S::kScaleBytes + cta.lane / 8 * 16;
 
   // In registers: the compiler would find them again for each stage.
   const bool here = ptx::arrives(cta.lane);
@@ -251,6 +329,8 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
 
   // What the weights of a stage, which has landed, are products of.
   uint32_t numbers[kAtomsPerTile][F::kMoved][F::kPairs], scales[2 * kAtomsPerTile];
+  [[maybe_unused]] uint32_t shifts[2 * kAtomsPerTile];  // added to codes, or to weights
+  [[maybe_unused]] const uint32_t table = ptx::shared_address(cta.ring) + S::kTableAt - kBarrierBytes;
   int stage_at = at.slot * S::kStageBytes;  // in the ring
   const auto advance = [&] {
     at.advance();
@@ -260,13 +340,29 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
     const uint8_t* const from = cta.ring + stage_at;
     uint32_t words[kAtomsPerTile][F::kWords], moved[kAtomsPerTile][F::kMoved];
     F::load(from + own[0] + run * S::kRunWeightBytes, words);
-    load_row(ptx::shared_address(from) + own[1] + run * kRunN * 2, scales);
+    const uint32_t row = ptx::shared_address(from) + own[1] + run * kRunN * 2;
+    load_row(row, scales);
+    if constexpr (S::kShifted) load_row(row + S::kRowBytes, shifts);
     fragments.move(words, moved);
 #pragma unroll
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {
 #pragma unroll
       for (int i = 0; i < F::kMoved; ++i) {
-        C::numbers(moved[atom][i], numbers[atom][i]);
+        if constexpr (S::kTable) {
+          uint32_t none[F::kPairs];
+          look_up_pairs<1, S::kTableRowBytes>(moved[atom][i], table, cta.lane, numbers[atom][i], none);
+        } else {
+          C::numbers(moved[atom][i], numbers[atom][i], [&](int pair, bool odd) {
+            if constexpr (S::kZeros) {
+              const uint32_t minus = shifts[atom * 2 + F::half_of(i, pair)];
+              return odd ? C::of_odd(minus) : minus;
+            } else if constexpr (S::kOffsets) {
+              return odd ? C::kMinusNothingOfOdd : C::kMinusNothing;
+            } else {
+              return odd ? C::kMinusMiddleOfOdd : C::kMinusMiddle;
+            }
+          });
+        }
         ptx::keep(numbers[atom][i]);  // made here, not where they are used
       }
     }
@@ -280,9 +376,9 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
       for (int word = 0; word < F::kMoved; ++word) {
 #pragma unroll
         for (int pair = 0; pair < F::kPairs; ++pair) {
-          const int half = F::half_of(word, pair);
+          const int half = F::half_of(word, pair), of = atom * 2 + half;
           to[i][F::tile_of(word, pair)][half * 2 + pair % 2] =
-              C::times(numbers[atom][word][pair], scales[atom * 2 + half]);
+              C::fma(numbers[atom][word][pair], scales[of], S::kOffsets ? shifts[of] : C::kNothing);
         }
       }
     }

@@ -185,19 +185,20 @@ def _kernel(x, qw, scales, rows, *rest, p: Params, platform: str) -> jax.Array:
     # The kernels write the activations' type or float32; the rare third type is a conversion of the latter.
     dtype = p.out_dtype if p.out_dtype in (x.dtype, jnp.float32) else jnp.dtype(jnp.float32)
     shape = _result_shape(x, scales, rows, p)
+    shift, bias = split_rest(rest, p.shift_mode)
     scratch = 0
     if platform == "cuda":
         from jax_wonly import _cuda_experts
 
-        own = max(a.shape[0] for a in (scales, *split_rest(rest, p.shift_mode)[0]))
+        product = product_of(shape[0], qw.shape[0], x, scales, rest, p)
+        own = max(a.shape[0] for a in (scales, *shift))
         scratch = _cuda_experts.scratch(
-            product_of(shape[0], qw.shape[0], x, scales, rest, p),
-            ids=p.row_mode == RowMode.IDS,
-            transpose=p.transpose,
-            parameter_batch=own,
+            product, ids=p.row_mode == RowMode.IDS, transpose=p.transpose, parameter_batch=own
         )
+        if p.transpose and _cuda_experts.rounds_transposed_parameters(product):
+            scales, *parameters = with_types(scales, shift, product.own_types)
+            shift = tuple(parameters)
     results = (jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((scratch,), jnp.int32))
-    shift, bias = split_rest(rest, p.shift_mode)
     shift_mode, shift = as_operand(p.table, p.shift_mode, shift)
     attributes = {"bits": np.int64(p.bits), "shift_mode": np.int64(shift_mode), "row_mode": np.int64(p.row_mode)}
     if not p.transpose:

@@ -157,8 +157,9 @@ def _kernel(x, qw, scales, *rest, p: Params, platform: str) -> jax.Array:
 
         product = _product(x, qw, scales, rest, p)
         if p.transpose:
-            if _cuda_dispatch.rounds_transposed_scales(product):
-                scales = scales.astype(x.dtype)
+            if _cuda_dispatch.rounds_transposed_parameters(product):
+                scales, *own = with_types(scales, shift, product.own_types)
+                shift = tuple(own)
             parameters = max(a.shape[0] for a in (scales, *shift))
             scratch = _cuda_dispatch.transposed_scratch(product, x.shape[0], parameters)
         else:

@@ -201,6 +201,20 @@ def test_gradient_of_x(rng, m, x_dtype, scale_dtype):
         np.testing.assert_array_equal(gradient(dy, weight.qt), dx)
 
 
+@pytest.mark.parametrize("x_dtype", SIXTEEN_BITS)
+def test_gradient_of_several_weights(rng, x_dtype):
+    """With scales of their own and one table."""
+    for m, k, n in ((20, 320, 1096), (140, 448, 264)):
+        weight = random_weight(rng, k, n, group_size=64, mode="table", lead=(5,), scale_dtype=x_dtype)
+        dy, x = random_x(rng, (5, m, n), x_dtype), jnp.zeros((5, m, k), x_dtype)
+        dx = jax.jit(lambda dy, qt, x=x: jax.vjp(jax.vmap(lambda x, qt: jw.matmul(x, qt)), x, qt)[1](dy)[0])(
+            dy, weight.qt
+        )
+        for i in range(5):
+            one = dataclasses.replace(weight, qt=weight.qt[i], dense=weight.dense[i], magnitude=weight.magnitude[i])
+            assert_product(dx[i], dy[i], transposed(as_kernels_see_it(one, x_dtype)), rounded_weights=True)
+
+
 @pytest.mark.parametrize("power", [-4, 0, 8])
 def test_range_of_a_table(rng, power):
     """Entries of any magnitude, and some orders of magnitude below the largest; infinite cotangents and entries."""
