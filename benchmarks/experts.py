@@ -52,7 +52,7 @@ SUITES = {
     "many-down": {"experts": 128, "top_k": 8, "k": 768, "n": 2048},
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096, 8192)
-GROUP_SIZES = {"symmetric": 128, "offsets": 128, "nf4": 64}  # of a mode
+GROUP_SIZES = {"symmetric": 128, "integer_zeros": 128, "offsets": 128, "nf4": 64}  # of a mode
 IDENTITY = ("suite", "routing", "tokens")
 
 
