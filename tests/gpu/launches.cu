@@ -225,7 +225,7 @@ void transposed_products() {
   for (const DType type : kTypes) {
     for (const int bits : {4, 8}) {
       for (const int64_t m : {1, 12, 20, 70, 150, 300}) {
-        for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {640, 520, 128}, {128, 1096, 32}}) {
+        for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64}, {640, 528, 128}, {128, 1104, 32}}) {
           Case c;
           const MatmulArgs args = product(c, 1 + (k == 256), m, k, n, group, bits, type, seen % 4, true);
           c.run("transposed", args.y, args.batch * m * k * element_size(type),
@@ -253,7 +253,7 @@ void ragged_products() {
           for (const bool ids : {false, true}) {
             Case c;
             const int scheme = bits == 4 ? seen % 5 : seen % 4;
-            const int64_t k = 256, n = 136;
+            const int64_t k = 256, n = ids ? 136 : 144;  // of rows of bytes whose length is no multiple of 16, and is
             RaggedArgs args{};
             args.product = product(c, 1, m, k, n, 32 << seen % 3, bits, type, scheme, transposed, experts);
             args.product.batch = args.product.m = args.product.x_batch_stride = 0;  // rows are counted by the plan

@@ -500,10 +500,10 @@ def test_transposed_blocks_of_all_heights(rng, bits, mode, group_size, dtype, bl
     if block == 64:  # for 49 rows of an expert; with 128 they are 100, with 256 172
         sizes[5::4] = 7
     options = {"bits": bits, "group_size": group_size, "mode": mode, "lead": (len(sizes),)}
-    weight = random_weight(rng, k, 200, scale_dtype=str(rng.choice([dtype, "float32"])), **options)
+    weight = random_weight(rng, k, 208, scale_dtype=str(rng.choice([dtype, "float32"])), **options)
     rows = int(sizes.sum()) + 5
     ids = np.repeat(np.arange(len(sizes) + 1), [*sizes, 5])
-    dy = np.array(random_x(rng, (rows, 200), dtype))
+    dy = np.array(random_x(rng, (rows, 208), dtype))
     dy[ids == 0] = np.nan
     dx = np.asarray(transposed(jnp.asarray(dy), weight.qt, jnp.asarray(sizes), k, True))
     assert np.isnan(dx[ids == 0]).all()
