@@ -81,6 +81,7 @@ struct RegisterShape {
   static constexpr bool kTable = kCodes == RegisterCodes::kOfTable;
   static constexpr bool kZeros = kCodes == RegisterCodes::kZeros, kOffsets = kCodes == RegisterCodes::kOffsets;
   static constexpr bool kShifted = kZeros || kOffsets;
+  static constexpr int kShiftSize = kZeros ? 1 : 2;  // zeros are of one byte
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   // Four for few rows of experts, whose blocks end often.
@@ -187,7 +188,6 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   const auto& params = cta.params;
   const MatmulArgs& args = params.args;
   constexpr bool kShifts = S::kShifted && !S::kFloat32;
-  const int shift_size = kShifts ? element_size(args.shift_dtype) : 0;
   // In 32 bits: the first copies wait for this.
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
   const int outputs = static_cast<int>(args.n), last_group = static_cast<int>(args.groups) - 1;
@@ -216,19 +216,23 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
     const uint32_t* words = args.qw + item.weights * args.qw_batch_stride +
                             static_cast<uint64_t>(item.begin * S::kRuns) * next_run + first_tile * kTileWords;
     const int group = first_group(params, item.k0);
+    // What lies in the place of groups behind the last meets inputs that nobody stores.
+    [[maybe_unused]] const int rows = max(0, min(rows_of_scales, last_group - group + 1));
     const auto rows_at = [&](const void* parameters, int64_t stride, int size) {
       const int64_t of_group = static_cast<int64_t>(min(group, last_group)) * outputs;
       return static_cast<const uint8_t*>(parameters) + (item.weights * stride + of_group) * size;
     };
     [[maybe_unused]] const uint8_t* const scales = rows_at(args.scales, args.scales_batch_stride, 2);
-    [[maybe_unused]] const uint8_t* const shifts = rows_at(args.shift, args.shift_batch_stride, shift_size);
+    [[maybe_unused]] const uint8_t* shifts = nullptr;
+    if constexpr (kShifts) shifts = rows_at(args.shift, args.shift_batch_stride, S::kShiftSize);
     for (int stage = item.begin; stage < item.end; ++stage, words += S::kRuns * next_run, at.advance()) {
       ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
       if (!ptx::elect_one()) continue;
       uint64_t* const full = cta.full + at.slot;
       uint8_t* const to = cta.ring + at.slot * S::kStageBytes;
       const int n = stage * S::kOutputs, left = outputs - n, runs = S::kRuns == 1 || left <= kRunN ? 1 : 2;
-      ptx::barrier_expect(full, runs * weight_bytes + rows_of_scales * (S::kFloat32 ? S::kScaleBytes : S::kRowBytes));
+      ptx::barrier_expect(full,
+                          runs * weight_bytes + (S::kFloat32 ? rows_of_scales * S::kScaleBytes : rows * S::kRowBytes));
 #pragma unroll
       for (int run = 0; run < S::kRuns; ++run) {
         if (run >= runs || weight_bytes == 0) break;  // codes of any kind meet zeros of dy
@@ -243,25 +247,36 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
                          S::kScaleBytes, full);
         }
       } else {
-        uint64_t* const landed = cta.landed + at.slot;
-        if (kShifts) ptx::barrier_expect(landed, rows_of_scales * S::kOutputs * shift_size);
-        const int count = min(S::kOutputs, left);
-        const auto copy_rows = [&](uint8_t* to_row, int next, const uint8_t* from, int size, uint64_t* barrier) {
-          const int64_t to_next_row = static_cast<int64_t>(outputs) * size;
+        const auto copy_rows = [&](uint8_t* to_row, int next, const uint8_t* from, auto size_constant,
+                                   uint64_t* barrier) {
+          constexpr int kSize = decltype(size_constant)::value;
+          const int64_t to_next_row = static_cast<int64_t>(outputs) * kSize;
+          if (left >= S::kOutputs) {
+            from += n * kSize;
 #pragma unroll 1
-          for (int row = 0; row < rows_of_scales; ++row, to_row += next) {
-            ptx::bulk_copy(to_row, from + n * size, count * size, barrier);
+            for (int row = 0; row < rows; ++row, to_row += next, from += to_next_row) {
+              ptx::bulk_copy(to_row, from, S::kOutputs * kSize, barrier);
+            }
+            return;
+          }
+#pragma unroll 1
+          for (int row = 0; row < rows; ++row, to_row += next, from += to_next_row) {
+            ptx::bulk_copy(to_row, from + n * kSize, left * kSize, barrier);
             // Beyond the last output others of the group, which meet zeros of dy.
-            for (int copied = count; copied < S::kOutputs;) {
+            for (int copied = left; copied < S::kOutputs;) {
               const int more = min(S::kOutputs - copied, outputs);
-              ptx::bulk_copy(to_row + copied * size, from, more * size, barrier);
+              ptx::bulk_copy(to_row + copied * kSize, from, more * kSize, barrier);
               copied += more;
             }
-            if (group + row < last_group) from += to_next_row;
           }
         };
-        copy_rows(to + S::kScalesAt, S::kScaleBytes, scales, 2, full);
-        if constexpr (kShifts) copy_rows(to + S::kShiftAt, S::kOutputs * shift_size, shifts, shift_size, landed);
+        copy_rows(to + S::kScalesAt, S::kScaleBytes, scales, std::integral_constant<int, 2>{}, full);
+        if constexpr (kShifts) {
+          constexpr int kSize = S::kShiftSize;
+          uint64_t* const landed = cta.landed + at.slot;
+          ptx::barrier_expect(landed, rows * S::kOutputs * kSize);
+          copy_rows(to + S::kShiftAt, S::kOutputs * kSize, shifts, std::integral_constant<int, kSize>{}, landed);
+        }
       }
     }
   }
@@ -292,7 +307,7 @@ __device__ __forceinline__ bool prepare_shifts(const Cta<S>& cta) {
       for (int i = cta.lane; i < pairs; i += 32) {
         const int row = i / kPairs, pair = i % kPairs;
         uint8_t* const to = slot + S::kScalesAt + row * S::kScaleBytes + S::kRowBytes;
-        const uint8_t* const from = slot + S::kShiftAt + row * S::kOutputs * (S::kZeros ? 1 : 2);
+        const uint8_t* const from = slot + S::kShiftAt + row * S::kOutputs * S::kShiftSize;
         float2 made;
         if constexpr (S::kZeros) {
           const uint16_t two = reinterpret_cast<const uint16_t*>(from)[pair];
