@@ -21,7 +21,6 @@ _OWN_EXPERTS, _OWN_IDS, _MASKED_IDS = 512, 32, 128
 _MOST_OUTPUTS = 1 << 17  # of an expert, whose strips ragged_resident counts as floats
 _MOST_ATOMS = 1 << 21  # and matmul_decode strips of 16 outputs, times CTAs
 _ROUNDED_ROWS_OF_EXPERT = 2  # up to which rounding them first gains nothing (measured)
-_ROUNDED_PARAMETERS_ROWS = 1  # of an expert, from which on rounding its scales first is little beside their product
 # Bytes of shared memory of matmul_decode: digits of 128 inputs, each of their sums, sums of outputs, and static ones.
 _DIGITS, _SUMS, _PARTIAL, _STATIC = 1216, 32, 4096, 128
 
@@ -143,9 +142,9 @@ def transposed_kernel(p: Product) -> str:
 
 def rounds_transposed_parameters(p: Product) -> bool:
     """As that of ``_cuda_dispatch``, which saves up to a half of the time here. The parameters of all experts are
-    rounded, also where few of them have rows.
+    rounded, also of those without rows, which is little beside the product from as many rows as experts on.
     """
-    if not isinstance(p.m, int) or p.bits == 8 or p.m < _ROUNDED_PARAMETERS_ROWS * p.batch:
+    if not isinstance(p.m, int) or p.bits == 8 or p.m < p.batch:
         return False
     return _cuda_dispatch.may_round_parameters(p) and transposed_kernel(p) == "matmul_transposed_warpgroup"
 

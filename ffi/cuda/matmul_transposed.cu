@@ -69,8 +69,8 @@ constexpr RegisterCost kRegisterCosts[] = {{32, 0.445f, 0.44f, 0.465f, 0.49f, 4.
                                            {64, 0.313f, 0.375f, 0.353f, 0.4f, 3.0f, 0.9f, 1.6f},
                                            {128, 0.765f, 0.89f, 0.855f, 0.96f, 2.6f, 1.6f, 3.0f},
                                            {256, 0.645f, 0.716f, 0.7f, 0.744f, 2.0f, 2.6f, 0.f}};
-constexpr float kRowCopy = 0.016f;      // one more row of a stage's scales, zeros or offsets,
-constexpr int64_t kHidingTokens = 128;  // which the products of so many tokens hide
+constexpr float kRowCopy = 0.016f;  // one more row of a stage's scales, zeros or offsets,
+constexpr int kHidingTokens = 128;  // which the products of so many tokens hide
 constexpr WarpgroupCost kFloat32Costs[] = {{64, 0.62f, 4.0f, 9.0f, 12.0f}, {128, 0.94f, 4.0f, 8.0f, 14.0f}};
 constexpr float kWarpgroupStart = 0.5f;
 constexpr int kSplits[] = {2, 3, 4, 6};

@@ -12,9 +12,9 @@
 // A weight is rounded once to the type of dy, as a dense one would be: the code less the integer part of its zero is
 // exact, and one multiplication by the scale rounds. Scales of another type are two numbers of dy's type, and what is
 // left of the zero, or the offset, enters rounded; so do the entries of a table. (Of bf16 dy other scales and offsets
-// are rounded before: primitives/matmul.py.) Nothing else is rounded before the
-// float32 sum, whose order depends on N, the size of the cluster that splits it and the outputs of a stage alone: a
-// token's result does not depend on the other tokens.
+// are rounded before: primitives/matmul.py.) Nothing else is rounded before the float32 sum, whose order depends on N,
+// the size of the cluster that splits it and the outputs of a stage alone: a token's result does not depend on the
+// other tokens.
 //
 // Which rows and weights make a block is the business of a `Source`:
 //   struct Params                 what the host gives it
@@ -58,13 +58,6 @@ constexpr int kRunBytes = S::kWarps * S::kTiles * 32 * 16;  // sums of a CTA's b
 template <typename S>
 constexpr int kStoredTokens = std::min(S::kStagingTokens, S::kTokens / 2);  // by the copy engine at a time
 constexpr int kMostParts = 4;                                               // in which two CTAs exchange their sums
-template <typename S>
-constexpr bool makes_shifts() {
-  if constexpr (S::kInRegisters) return S::kShifted && !S::kFloat32;
-  return false;
-}
-template <typename S>
-constexpr bool kMakesShifts = makes_shifts<S>();
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
@@ -97,7 +90,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       ptx::barrier_init(full + i, S::kArrivals);
       ptx::barrier_init(empty + i, S::kWarps * params.partners * ptx::kArrivals);
     }
-    if constexpr (kMakesShifts<S>) {
+    if constexpr (S::kMakesShifts) {
       for (int i = 0; i < kStages; ++i) ptx::barrier_init(landed + i, 1);
     }
     for (int i = 0; i < kMostParts; ++i) ptx::barrier_init(received + i, 1);
@@ -117,7 +110,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if constexpr (S::kMovesRegisters) ptx::lower_registers<S::kProducerRegisters>();
     bool last_split;
     if constexpr (S::kFloat32) ptx::wait_for_last_kernel();
-    if constexpr (kMakesShifts<S>) {
+    if constexpr (S::kMakesShifts) {
       last_split = warp < S::kWarps + 2 ? copy_stages(cta) : prepare_shifts(cta);
     } else if constexpr (S::kInRegisters) {
       last_split = copy_stages(cta);

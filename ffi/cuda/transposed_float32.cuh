@@ -46,7 +46,7 @@ template <typename Source_, int kBits_, int kTokens_, Float32Codes kCodes>
 struct Float32Shape {
   using Source = Source_;
   using X = __half;  // of the operands
-  static constexpr bool kInRegisters = true, kMovesRegisters = true, kFloat32 = true;
+  static constexpr bool kInRegisters = true, kMovesRegisters = true, kFloat32 = true, kMakesShifts = false;
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;

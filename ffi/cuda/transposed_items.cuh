@@ -152,6 +152,20 @@ struct Cta {
     if (params.partners == 2) ptx::cluster_wait();
   }
 
+  // Calls `of_item` for every item that has stages, by a warp that fills the ring; whether the last one was split.
+  template <typename OfItem>
+  __device__ __forceinline__ bool for_each_item(OfItem&& of_item) const {
+    bool last_split = false;
+    wait_for_barriers();
+    for (int index = first_item; index < source.items(); index += params.clusters) {
+      const Item item = source.item(index, rank);
+      if (item.weights < 0) continue;  // nobody waits for it
+      last_split = item.split;
+      of_item(item);
+    }
+    return last_split;
+  }
+
   // Starts the copies of dy for a stage, `rows` from `row` on, and tells its barrier of them; by one thread. The copy
   // engine takes longer for rows that are not there than for others.
   __device__ __forceinline__ void copy_dy(int slot, int n, int row, int rows, int batch, bool split) const {

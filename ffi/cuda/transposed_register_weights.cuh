@@ -80,8 +80,8 @@ struct RegisterShape {
   static constexpr bool kInRegisters = true, kMovesRegisters = true, kFloat32 = false;
   static constexpr bool kTable = kCodes == RegisterCodes::kOfTable;
   static constexpr bool kZeros = kCodes == RegisterCodes::kZeros, kOffsets = kCodes == RegisterCodes::kOffsets;
-  static constexpr bool kShifted = kZeros || kOffsets;
-  static constexpr int kShiftSize = kZeros ? 1 : 2;  // zeros are of one byte
+  static constexpr bool kMakesShifts = kZeros || kOffsets;  // what is added to codes or to weights, for every stage
+  static constexpr int kShiftSize = kZeros ? 1 : 2;         // zeros are of one byte
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   // Four for few rows of experts, whose blocks end often.
@@ -101,9 +101,9 @@ struct RegisterShape {
   static constexpr int kWeightsAt = kDyBytes, kScalesAt = kWeightsAt + kRuns * kRunWeightBytes;
   // Of a group, of which a block has kMostGroups at most: scales, and what is made of zeros or offsets, which are
   // behind all of those first.
-  static constexpr int kRowBytes = kOutputs * 2, kScaleBytes = (kShifted ? 2 : 1) * kRowBytes;
+  static constexpr int kRowBytes = kOutputs * 2, kScaleBytes = (kMakesShifts ? 2 : 1) * kRowBytes;
   static constexpr int kMostGroups = kBlockK / 32, kShiftAt = kScalesAt + kMostGroups * kScaleBytes;
-  static constexpr int kStageBytes = (kShiftAt + (kShifted ? kMostGroups * kRowBytes : 0) + 1023) / 1024 * 1024;
+  static constexpr int kStageBytes = (kShiftAt + (kMakesShifts ? kMostGroups * kRowBytes : 0) + 1023) / 1024 * 1024;
   static constexpr int kStagingTokens = std::min(kTokens, Source::kStagingTokens / kTiles);
   static constexpr int kStagingBytes = kStagingTokens * kTiles * 128;  // of one warpgroup
   static constexpr int kMostStages = 12;
@@ -117,7 +117,7 @@ struct RegisterShape {
   static constexpr int kSharedBytes = kMostSharedBytes;
   static constexpr float kUnscale = kTable ? 1.f : PairConverter<X, kBits>::kUnscale;
   // At a stage: who copies, and a warp that makes something of zeros or offsets.
-  static constexpr int kArrivals = kShifted ? 2 + ptx::kArrivals : 2;
+  static constexpr int kArrivals = kMakesShifts ? 2 + ptx::kArrivals : 2;
   static_assert(kTableAt % 1024 == 0);
   static_assert(kStages >= 3);
 };
@@ -187,19 +187,13 @@ template <typename S>
 __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   const auto& params = cta.params;
   const MatmulArgs& args = params.args;
-  constexpr bool kShifts = S::kShifted && !S::kFloat32;
   // In 32 bits: the first copies wait for this.
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
   const int outputs = static_cast<int>(args.n), last_group = static_cast<int>(args.groups) - 1;
   const int rows_of_scales = groups_of_block<S>(params);
-  bool last_split = false;
   if (cta.warp == S::kWarps && cta.lane == 0) ptx::prefetch_map(&cta.dy_map);
-  cta.wait_for_barriers();
   RingPosition<S::kStages> at;
-  for (int index = cta.first_item; index < cta.source.items(); index += params.clusters) {
-    const Item item = cta.source.item(index, cta.rank);
-    if (item.weights < 0) continue;  // nobody waits for it
-    last_split = item.split;
+  return cta.for_each_item([&](const Item& item) {
     if (cta.warp == S::kWarps) {
       const int batch = args.x_batch_stride == 0 ? 0 : item.weights;
       for (int stage = item.begin; stage < item.end; ++stage, at.advance()) {
@@ -207,9 +201,9 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
         if (!ptx::elect_one()) continue;
         cta.copy_dy(at.slot, stage * S::kOutputs, item.first, item.rows, batch, item.split);
       }
-      continue;
+      return;
     }
-    if (cta.warp > S::kWarps + 1) continue;
+    if (cta.warp > S::kWarps + 1) return;
     const int first_tile = item.k0 / tile_k(S::kBits);
     const int weight_bytes = max(0, min(S::kPackedTiles, k_tiles - first_tile)) * kTileBytes;
     const uint32_t next_run = k_tiles * kTileWords;
@@ -224,7 +218,7 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
     };
     [[maybe_unused]] const uint8_t* const scales = rows_at(args.scales, args.scales_batch_stride, 2);
     [[maybe_unused]] const uint8_t* shifts = nullptr;
-    if constexpr (kShifts) shifts = rows_at(args.shift, args.shift_batch_stride, S::kShiftSize);
+    if constexpr (S::kMakesShifts) shifts = rows_at(args.shift, args.shift_batch_stride, S::kShiftSize);
     for (int stage = item.begin; stage < item.end; ++stage, words += S::kRuns * next_run, at.advance()) {
       ptx::barrier_wait(cta.empty + at.slot, at.phase ^ 1);
       if (!ptx::elect_one()) continue;
@@ -271,7 +265,7 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
           }
         };
         copy_rows(to + S::kScalesAt, S::kScaleBytes, scales, std::integral_constant<int, 2>{}, full);
-        if constexpr (kShifts) {
+        if constexpr (S::kMakesShifts) {
           constexpr int kSize = S::kShiftSize;
           uint64_t* const landed = cta.landed + at.slot;
           ptx::barrier_expect(landed, rows * S::kOutputs * kSize);
@@ -279,8 +273,7 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
         }
       }
     }
-  }
-  return last_split;
+  });
 }
 
 // Makes of the zeros of the ring's stages what is added to codes, or of its offsets what is to weights, in two warps
@@ -290,15 +283,10 @@ __device__ __forceinline__ bool prepare_shifts(const Cta<S>& cta) {
   using X = typename S::X;
   using C = PairConverter<X, S::kBits>;
   constexpr int kPairs = S::kOutputs / 2;  // of a row
-  const auto& params = cta.params;
-  const int pairs = groups_of_block<S>(params) * kPairs;
-  bool last_split = false, mine = cta.warp % 2 == 0;
-  cta.wait_for_barriers();
+  const int pairs = groups_of_block<S>(cta.params) * kPairs;
+  bool mine = cta.warp % 2 == 0;
   RingPosition<S::kStages> at;
-  for (int index = cta.first_item; index < cta.source.items(); index += params.clusters) {
-    const Item item = cta.source.item(index, cta.rank);
-    if (item.weights < 0) continue;  // nobody waits for it
-    last_split = item.split;
+  return cta.for_each_item([&](const Item& item) {
     for (int stage = item.begin; stage < item.end; ++stage, at.advance(), mine = !mine) {
       if (!mine) continue;
       uint8_t* const slot = cta.ring + at.slot * S::kStageBytes;
@@ -320,8 +308,7 @@ __device__ __forceinline__ bool prepare_shifts(const Cta<S>& cta) {
       }
       ptx::warp_arrive(cta.full + at.slot, cta.lane);
     }
-  }
-  return last_split;
+  });
 }
 
 // Adds the products of an item's stages up, of its first kRows rows.
@@ -357,7 +344,7 @@ __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, 
     F::load(from + own[0] + run * S::kRunWeightBytes, words);
     const uint32_t row = ptx::shared_address(from) + own[1] + run * kRunN * 2;
     load_row(row, scales);
-    if constexpr (S::kShifted) load_row(row + S::kRowBytes, shifts);
+    if constexpr (S::kMakesShifts) load_row(row + S::kRowBytes, shifts);
     fragments.move(words, moved);
 #pragma unroll
     for (int atom = 0; atom < kAtomsPerTile; ++atom) {

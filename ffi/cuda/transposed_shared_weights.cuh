@@ -25,7 +25,7 @@ template <typename Source_, typename X_, int kBits_, int kTokens_, int kGroups_,
 struct SharedShape {
   using Source = Source_;
   using X = X_;
-  static constexpr bool kInRegisters = false, kFloat32 = false;
+  static constexpr bool kInRegisters = false, kFloat32 = false, kMakesShifts = false;
   static constexpr bool kTable = kTable_, kZeros = false;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
