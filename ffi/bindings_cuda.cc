@@ -115,10 +115,10 @@ ffi::Error matmul(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer qw, ffi:
   return launched("the product", launch_matmul(args, stream));
 }
 
-// What the kernel that looks codes up takes.
-ffi::Error check_transposed_table(const WeightOperands& weights) {
-  if (weights.shift_mode != ShiftMode::kTable || weights.n % 8 == 0) return ffi::Error::Success();
-  return invalid("dy has N = ", weights.n, ", and the weights a table; accepted: multiples of 8");
+// What the kernels that look codes up take.
+ffi::Error check_transposed_table(const MatmulArgs& args) {
+  if (args.n % 8 == 0 || transposed_stream::supports(args)) return ffi::Error::Success();
+  return invalid("dy has N = ", args.n, ", and the weights a table; accepted: multiples of 8");
 }
 
 // Both ragged products.
@@ -132,10 +132,10 @@ ffi::Error launch_ragged(cudaStream_t stream, const ffi::AnyBuffer& x, const ffi
   WONLY_RETURN_IF_ERROR(check_ragged_scratch(operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.experts, operands.m, weights.k, weights.n, weights.groups));
-  if (transposed) WONLY_RETURN_IF_ERROR(check_transposed_table(weights));
   if (y.element_count() == 0) return ffi::Error::Success();
   RaggedArgs args{};
   set_operands(args.product, operands, has_bias == 1);
+  if (transposed) WONLY_RETURN_IF_ERROR(check_transposed_table(args.product));
   args.product.bias_batch_stride = operands.bias.stride;
   args.rows = operands.rows;
   args.row_mode = operands.row_mode;
@@ -170,10 +170,10 @@ ffi::Error matmul_transposed(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuf
   WONLY_RETURN_IF_ERROR(check_matmul_transposed(dy, qw, scales, rest, *dx, bits, shift_mode, operands));
   const WeightOperands& weights = operands.weights;
   WONLY_RETURN_IF_ERROR(check_sizes(operands.batch, operands.m, weights.k, weights.n, weights.groups));
-  WONLY_RETURN_IF_ERROR(check_transposed_table(weights));
   if (dx->element_count() == 0) return ffi::Error::Success();
   MatmulArgs args{};
   set_operands(args, operands, false);
+  WONLY_RETURN_IF_ERROR(check_transposed_table(args));
   args.batch = operands.batch;
   args.x_batch_stride = operands.x.stride;
   args.m = operands.m;

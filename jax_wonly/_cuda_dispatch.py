@@ -836,16 +836,23 @@ def conv_dense(pixels: int, k: int, n: int, taps: int, bits: int) -> float:
 
 def transposed_kernel(p: Product) -> str:
     """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``p.m`` rows, if it
-    does: none that streams knows tables.
+    does.
     """
     few = TRANSPOSED.stream_tokens_float32 if p.split and not p.small_groups else TRANSPOSED.stream_tokens
-    takes = p.n % 8 == 0 and (p.table or not isinstance(p.m, int) or p.m > few)
+    takes = p.n % 8 == 0 and (not streams_transposed(p) or not isinstance(p.m, int) or p.m > few)
     if p.split:  # in scratch, of a known size
         takes = takes and isinstance(p.m * p.batch, int) and not p.shifted
         takes = takes and (p.batch == 1 or p.batch * p.m * p.n <= _MOST_SPLIT)
     if has_warpgroups() and takes:
         return "matmul_transposed_warpgroup"
     return "matmul_transposed_stream"
+
+
+def streams_transposed(p: Product) -> bool:
+    """Whether a kernel streams such weights, transposed: ``transposed_stream::supports`` in
+    ``ffi/cuda/matmul_transposed.cu``.
+    """
+    return not p.table or p.x_dtype == jnp.bfloat16 or (p.x_dtype == p.scale_dtype == jnp.float16)
 
 
 def transposed_scratch(p: Product, dy_batch: int, parameter_batch: int) -> int:
@@ -899,9 +906,9 @@ def whole_inputs(p: Product, *, forced: bool = False) -> Product:
 
 def whole_outputs(p: Product) -> Product:
     """A transposed product with cotangents and scales of whole eights of outputs, in which its kernels, and XLA's, read
-    them. Of few rows and outputs the kernel that streams takes any, but for tables.
+    them. Of few rows and outputs the kernel that streams takes any.
     """
-    few = isinstance(p.m, int) and p.m <= STREAM_TOKENS and p.n < _COPIED_OUTPUTS and not p.table
+    few = isinstance(p.m, int) and p.m <= STREAM_TOKENS and p.n < _COPIED_OUTPUTS and streams_transposed(p)
     return p if few else p._replace(n=whole(p.n))
 
 
@@ -909,9 +916,11 @@ def use_transposed_kernel(p: Product, *, forced: bool = False) -> bool:
     """Whether ``[batch, m, n]`` times transposed weights takes a fused kernel; ``forced``: wherever there is one."""
     if not has_bf16():
         return False
-    if p.table:  # none streams
-        return transposed_kernel(p).endswith("warpgroup")
-    if forced or not isinstance(p.m, int) or transposed_kernel(p).endswith("warpgroup"):
+    if transposed_kernel(p).endswith("warpgroup"):
+        return True
+    if not streams_transposed(p):
+        return False
+    if forced or not isinstance(p.m, int):
         return True
     if transposed_shift_apart(p):
         return True

@@ -162,20 +162,20 @@ def _streams_transposed(p: Product) -> bool:
         few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_float32
         if p.shifted:
             few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_shifted_float32
-    return not p.table and p.m <= few * p.batch
+    return _cuda_dispatch.streams_transposed(p) and p.m <= few * p.batch
 
 
-def use_transposed_kernel(m, experts: int, n: int, x_dtype, *, table: bool = False, forced: bool = False) -> bool:
+def use_transposed_kernel(p: Product, *, forced: bool = False) -> bool:
     """Whether such rows take a fused kernel; ``forced``: wherever there is one."""
     if not _cuda_dispatch.has_bf16():
         return False
-    sixteen_bits = jnp.dtype(x_dtype).itemsize == 2
-    warpgroups = n % 8 == 0 and _cuda_dispatch.has_warpgroups()
-    if table or (sixteen_bits and warpgroups):
-        return warpgroups
+    if _takes_transposed(p):
+        return True
+    if not _cuda_dispatch.streams_transposed(p):
+        return False
     # XLA's ragged product of float32 numbers takes 15 times as long as passes over the weights, at any number of rows.
-    every = forced or not sixteen_bits or not isinstance(m, int)
-    return every or m <= experts * _cuda_dispatch.most_streamed(x_dtype)
+    every = forced or p.split or not isinstance(p.m, int)
+    return every or p.m <= p.batch * _cuda_dispatch.most_streamed(p.x_dtype)
 
 
 def _rounds(p: Product, rows: int) -> bool:

@@ -272,16 +272,26 @@ def test_transposed(monkeypatch, warpgroups, x):
     assert not use(8192, 8196, mode=ShiftMode.OFFSETS, shift=x)
     assert not use(8192, 8193)
     assert use(8192, 8193, forced=True)
-    assert _cuda_experts.use_transposed_kernel(8 * 64, 8, 8193, x)
-    assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8192, x) == (warpgroups or wide)
-    assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x) == wide
-    for n in (8192, 8193):
-        there = warpgroups and n == 8192
-        assert _cuda_experts.use_transposed_kernel(8, 8, n, x, table=True, forced=True) == there
-    assert _cuda_experts.use_transposed_kernel(8 * 8192, 8, 8193, x, forced=True)
+    for scales in (jnp.float16, jnp.bfloat16, jnp.float32):
+        streams = x == jnp.bfloat16 or x == scales == jnp.float16
+        for n in (8192, 8193):
+            table = Product(8, 8192, n, 1, 4, x, scales, ShiftMode.TABLE, jnp.float32, groups=64)
+            there = streams or (warpgroups and n == 8192)
+            assert _cuda_dispatch.use_transposed_kernel(table) == there
+            assert _cuda_experts.use_transposed_kernel(table._replace(batch=8)) == there
+            warpgroup = _cuda_dispatch.transposed_kernel(table) == "matmul_transposed_warpgroup"
+            assert warpgroup == (warpgroups and n == 8192 and not streams)
+
+    def use_experts(m, n, **options):
+        return _cuda_experts.use_transposed_kernel(Product(m, 8192, n, 8, 4, x, jnp.bfloat16), **options)
+
+    assert use_experts(8 * 64, 8193)
+    assert use_experts(8 * 8192, 8192) == (warpgroups or wide)
+    assert use_experts(8 * 8192, 8193) == wide
+    assert use_experts(8 * 8192, 8193, forced=True)
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("7.5", 40))
     assert not use(1, forced=True)
-    assert not _cuda_experts.use_transposed_kernel(8, 8, 8192, x, forced=True)
+    assert not use_experts(8, 8192, forced=True)
 
 
 def test_float32(monkeypatch, warpgroups):
@@ -427,8 +437,7 @@ def test_other_parameters_of_transposed(warpgroups):
     assert rounds() == rounds(8192) == rounds(groups=1) == rounds(128, bits=8) == rounds(groups=128) == warpgroups
     assert rounds(**zeros) == rounds(**offsets) == rounds(**offsets, **own) == warpgroups
     assert rounds(mode=ShiftMode.TABLE) == warpgroups
-    assert rounds(1, mode=ShiftMode.TABLE) == warpgroups  # none that streams takes a table
-    assert not (rounds(16) or rounds(n=4100) or rounds(129, bits=8))
+    assert not (rounds(16) or rounds(16, mode=ShiftMode.TABLE) or rounds(n=4100) or rounds(129, bits=8))
     assert not (rounds(x=jnp.float16) or rounds(x=jnp.float32) or rounds(**own) or rounds(**zeros, **own))
     assert not (rounds(**zeros, n=4104) or rounds(mode=ShiftMode.ZEROS, shift=jnp.float32))
 
@@ -440,8 +449,8 @@ def test_other_parameters_of_experts_transposed(warpgroups):
         p = Product(m, 2048, 1536, 16, bits, x, jnp.dtype(jnp.float32), mode, groups=16)
         return _cuda_experts.rounds_transposed_parameters(p)
 
-    assert rounds(16 * 16 + 1) == rounds(8192) == rounds(16, mode=ShiftMode.TABLE) == warpgroups
-    assert not (rounds(16 * 16) or rounds(15, mode=ShiftMode.TABLE) or rounds(8192, bits=8))
+    assert rounds(16 * 16 + 1) == rounds(8192) == rounds(16 * 16 + 1, mode=ShiftMode.TABLE) == warpgroups
+    assert not (rounds(16 * 16) or rounds(16 * 16, mode=ShiftMode.TABLE) or rounds(8192, bits=8))
     assert not (rounds(8192, x=jnp.float16) or rounds(8192, x=jnp.float32))
 
 

@@ -214,7 +214,7 @@ def test_transposed(rng, monkeypatch, dispatcher):
         scratch = [4 * _cuda_dispatch.transposed_scratch(product, product.batch, product.batch) for product in cases]
         lines = [line("transposed", *case) for case in zip(cases, scratch, strict=True)]
         for product, (name, *_) in zip(cases, dispatcher(gpu, lines), strict=True):
-            if product.table and not _cuda_dispatch.use_transposed_kernel(product):
+            if not _cuda_dispatch.use_transposed_kernel(product, forced=True):
                 assert name == "none", product
             else:
                 assert _cuda_dispatch.transposed_kernel(product) == name, product
@@ -336,8 +336,7 @@ def test_transposed_ragged_products(rng, monkeypatch, dispatcher, gpu):
     lines = [(*line("ragged_transposed", p, scratch_of(p, mode, transpose=True)), int(mode)) for p, mode in cases]
     seen = set()
     for (product, mode), said in zip(cases, dispatcher(gpu, lines), strict=True):
-        of = (product.m, product.batch, product.n, product.x_dtype)
-        there = _cuda_experts.use_transposed_kernel(*of, table=product.table, forced=True)
+        there = _cuda_experts.use_transposed_kernel(product, forced=True)
         if said == ("none",):
             assert not there, product
             continue

@@ -307,7 +307,9 @@ def test_experts_on_cuda(monkeypatch):
     float32 = back | {"dtype": jnp.float32}
     assert kernels(96, 97, **float32) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
     assert kernels(129, n=1001, **back) == kernels(129, mode="offsets", **float32) == ["matmul_transposed_stream"]
-    for options in (back, float32):
+    assert kernels(128, 129, mode="nf4", **back) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
+    assert kernels(129, 8 * 65, mode="nf4", n=1001, **back) == ["matmul_transposed_stream", None]
+    for options in (float32, back | {"dtype": jnp.float16}):  # scales of another type
         assert kernels(1, 129, mode="nf4", **options) == ["matmul_transposed_warpgroup"] * 2
         assert kernels(129, mode="nf4", n=1001, **options) == [None]
     said = found(8)
@@ -317,7 +319,9 @@ def test_experts_on_cuda(monkeypatch):
     for capability, there in ("7.5", jnp.float16), ("8.0", jnp.bfloat16):
         monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda capability=capability: (capability, 40))
         assert kernels(1, 32, 4096, dtype=there) == [stream] * 3 and not found(4096, dtype=there).rounds_weights
-        assert kernels(8 * 64, dtype=there, **back) == [None if capability == "7.5" else "matmul_transposed_stream"]
+        for options in (back, back | {"mode": "nf4"}):
+            streams = [None if capability == "7.5" else "matmul_transposed_stream"]
+            assert kernels(8 * 64, dtype=there, **options) == streams
         many = found(8 * 65, dtype=there, **back)
         assert many.kernel is None and many.path == "dequantize" and "slower" in many.reason
 

@@ -32,6 +32,7 @@
 #include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_stream.h"
+#include "cuda/pair_table.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/ragged_plan.cuh"
 #include "layout.h"
@@ -164,24 +165,6 @@ struct Codes<__half, kBits> {
   }
 };
 
-constexpr int kPairs = kTableEntries * kTableEntries;
-constexpr int kPairTableBytes = kPairs * 32 * 4;
-
-// Writes the pairs of a table, by all threads of the CTA, of which lane i has entry i % 16: pair c0 + 16 c1 of every
-// lane.
-template <typename X>
-__device__ __forceinline__ void fill_pair_table(float value, uint8_t* pairs) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 4
-  for (int first = 4 * warp; first < kPairs; first += 4 * (blockDim.x / 32)) {
-    const int pair = first + lane / 8;
-    const X low = from_float<X>(__shfl_sync(0xffffffffu, value, pair % kTableEntries));
-    const X high = from_float<X>(__shfl_sync(0xffffffffu, value, pair / kTableEntries));
-    const uint32_t both = pack_pair(low, high);
-    reinterpret_cast<uint4*>(pairs)[first * 8 + lane] = make_uint4(both, both, both, both);
-  }
-}
-
 // The entries of a table of float32 numbers, a copy for each lane, with as many digits as two tf32 numbers have where
 // the first is cut off.
 constexpr int kTableBytes = kTableEntries * 32 * 4;
@@ -200,14 +183,6 @@ __device__ __forceinline__ uint32_t look_up(uint32_t entries, uint32_t word, int
 __device__ __forceinline__ uint32_t first_tf32(uint32_t bits) { return bits & 0xffffe000u; }
 __device__ __forceinline__ uint32_t second_tf32(uint32_t bits, uint32_t first) {
   return __float_as_uint(__uint_as_float(bits) - __uint_as_float(first));
-}
-
-// Pair `index` of a word of four-bit codes, which is the codes c0 and c1 in nibbles `index` and `index` + 4. `pairs`:
-// the shared address of this lane's copy of entry 0. A product of two 16-bit numbers with two bytes gives the address,
-// c0 * 128 + c1 * 2048 from there, in one instruction.
-__device__ __forceinline__ uint32_t look_up_pair(uint32_t pairs, uint32_t word, int index) {
-  const uint32_t nibbles = (index == 0 ? word << 4 : word >> (4 * index - 4)) & 0x00f000f0u;
-  return ptx::load_shared(__dp2a_lo(nibbles, 0x8008u, pairs));
 }
 
 // Adds the products of 32 inputs of float32 activations, at `of_tiles` for each tile of tokens and from this lane's
@@ -261,7 +236,7 @@ __device__ __forceinline__ void multiply_entries(const uint4 (&words)[kAtoms], b
 template <typename X, typename Tokens>
 constexpr int table_bytes = !Tokens::kTable            ? 0
                             : std::is_same_v<X, float> ? kTableBytes
-                                                       : kPairTableBytes;
+                                                       : pair_table_bytes(1);
 
 // One value for each of a lane's outputs, rows g and g + 8 of every strip.
 template <int kAtoms, typename Read>
@@ -474,8 +449,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
 
   float table_entry = 0.f;  // on its way before the weights are
   if (kTable) {
-    table_entry = __uint_as_float(
-        ptx::load_32(static_cast<const float*>(args.shift) + batch * args.shift_batch_stride + lane % kTableEntries));
+    table_entry = load_entry(args, batch, lane);
   }
 #pragma unroll 1
   for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * params.slot_bytes);
@@ -483,7 +457,7 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     if constexpr (kEntries) {
       fill_table(table_entry, shared);
     } else {
-      fill_pair_table<X>(table_entry, shared);
+      fill_pairs<X>(table_entry, shared);
     }
     __syncthreads();
   }

@@ -13,10 +13,11 @@ namespace {
 // Of all multiprocessors, those that clusters of that many CTAs can use: a cluster lies in one part of the chip.
 constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 17 * 6 / 132.f};
 
-constexpr int64_t kSharedOutputs = 4096;  // from which on two CTAs for a strip of float32 are faster than one
+// From which on two CTAs for a strip of float32, or with a table, are faster than one.
+constexpr int64_t kSharedOutputs = 4096;
 
 // For `blocks` strips of inputs and tiles of tokens.
-transposed_stream::Config stream_config(int token_tiles, DType dy_type, int64_t blocks, int64_t outputs,
+transposed_stream::Config stream_config(int token_tiles, DType dy_type, bool table, int64_t blocks, int64_t outputs,
                                         const Device& device) {
   transposed_stream::Config config{};
   config.token_tiles = token_tiles;
@@ -28,7 +29,7 @@ transposed_stream::Config stream_config(int token_tiles, DType dy_type, int64_t 
   // CTAs that could share a multiprocessor do so, even where there is one for each.
   bool alone = blocks * config.cluster <= device.multiprocessors;
   const int size = dy_type == DType::kF32 ? 4 : 2;
-  if (device.architecture >= 90 && size == 4 && token_tiles == 1 && config.cluster == 1 && alone &&
+  if (device.architecture >= 90 && (table || (size == 4 && token_tiles == 1)) && config.cluster == 1 && alone &&
       outputs >= kSharedOutputs) {  // bound by instructions: eight warps do not hide what each of them waits for
     config.cluster = 2;
     alone = false;
@@ -60,7 +61,7 @@ struct WarpgroupCost {
 };
 constexpr WarpgroupCost kSharedCosts[] = {
     {64, 0.345f, 4.0f, 1.0f, 1.9f}, {128, 0.42f, 3.6f, 1.8f, 3.4f}, {256, 0.645f, 3.0f, 3.0f, 0.f}};
-// Stages of symmetric codes, with zeros, with offsets, and of tables, of groups of 128 inputs and more.
+// Stages of symmetric codes, with zeros, with offsets, and of tables.
 struct RegisterCost {
   int tokens;
   float symmetric, zeros, offsets, table, block, sums_of_two, sums;
@@ -69,8 +70,8 @@ constexpr RegisterCost kRegisterCosts[] = {{32, 0.445f, 0.44f, 0.465f, 0.49f, 4.
                                            {64, 0.313f, 0.375f, 0.353f, 0.4f, 3.0f, 0.9f, 1.6f},
                                            {128, 0.765f, 0.89f, 0.855f, 0.96f, 2.6f, 1.6f, 3.0f},
                                            {256, 0.645f, 0.716f, 0.7f, 0.744f, 2.0f, 2.6f, 0.f}};
-constexpr float kRowCopy = 0.016f;  // one more row of a stage's scales, zeros or offsets,
-constexpr int kHidingTokens = 128;  // which the products of so many tokens hide
+// What a stage takes at least: the thread that copies, and a row of scales, zeros or offsets.
+constexpr float kCopy = 0.237f, kRowCopy = 0.021f;
 constexpr WarpgroupCost kFloat32Costs[] = {{64, 0.62f, 4.0f, 9.0f, 12.0f}, {128, 0.94f, 4.0f, 8.0f, 14.0f}};
 constexpr float kWarpgroupStart = 0.5f;
 constexpr int kSplits[] = {2, 3, 4, 6};
@@ -78,16 +79,14 @@ constexpr int kLeastOutputs = 256;  // of a CTA
 
 WarpgroupCost cost_in_registers(const MatmulArgs& args, const RegisterCost& cost) {
   const bool zeros = args.shift_mode == ShiftMode::kZeros, offsets = args.shift_mode == ShiftMode::kOffsets;
-  float stage = zeros                                  ? cost.zeros
-                : offsets                              ? cost.offsets
-                : args.shift_mode == ShiftMode::kTable ? cost.table
-                                                       : cost.symmetric;
-  if (const int log2 = log2_group_blocks(args); log2 >= 0 && cost.tokens < kHidingTokens) {
-    const int blocks = transposed_warpgroup::block_inputs(cost.tokens, true) / 32;
-    const int more = std::max(1, blocks >> log2) - std::max(1, blocks / 4);
-    stage += kRowCopy * static_cast<float>(std::max(more, 0) * (zeros || offsets ? 2 : 1));
-  }
-  return {cost.tokens, stage, cost.block, cost.sums_of_two, cost.sums};
+  const float stage = zeros                                  ? cost.zeros
+                      : offsets                              ? cost.offsets
+                      : args.shift_mode == ShiftMode::kTable ? cost.table
+                                                             : cost.symmetric;
+  const int log2 = log2_group_blocks(args), blocks = transposed_warpgroup::block_inputs(cost.tokens, true) / 32;
+  const int rows = (log2 < 0 ? 1 : std::max(1, blocks >> log2)) * (zeros || offsets ? 2 : 1);
+  return {cost.tokens, std::max(stage, kCopy + kRowCopy * static_cast<float>(rows)), cost.block, cost.sums_of_two,
+          cost.sums};
 }
 
 transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Device& device) {
@@ -160,8 +159,8 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   const bool float32 = args.x_dtype == DType::kF32;
   const bool small_groups = has_small_groups(args);
   const int64_t few = float32 && !small_groups ? costs::kTransposedStreamTokensFloat32 : costs::kTransposedStreamTokens;
-  const bool table = args.shift_mode == ShiftMode::kTable;  // it alone looks codes up
-  if (device.architecture == 90 && (table || args.m > few) && transposed_warpgroup::supports(args) &&
+  const bool streams = transposed_stream::supports(args), table = args.shift_mode == ShiftMode::kTable;
+  if (device.architecture == 90 && (args.m > few || !streams) && transposed_warpgroup::supports(args) &&
       (!float32 || (!has_float_shift(args) && transposed_warpgroup::float32_rows(args) > 0))) {
     if (!float32) {
       const transposed_warpgroup::Config config = warpgroup_config(args, device);
@@ -182,10 +181,10 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
     }
     return error;
   }
-  if (table) return cudaErrorNotSupported;
-  const int tiles = args.m <= 8 ? 1 : args.m <= 16 ? 2 : 4;
+  if (!streams) return cudaErrorNotSupported;
+  const int tiles = args.m <= 8 ? 1 : args.m <= 16 || table ? 2 : 4;
   const int64_t blocks = args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * tiles);
-  return launch_fitting(stream_config(tiles, args.x_dtype, blocks, args.n, device), device,
+  return launch_fitting(stream_config(tiles, args.x_dtype, table, blocks, args.n, device), device,
                         [&](const transposed_stream::Config& config) {
                           switch (args.x_dtype) {
                             case DType::kF16:
@@ -212,12 +211,13 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   const int64_t few = !float32                        ? costs::kTransposedStreamRowsOfExpert
                       : has_float_shift(args.product) ? costs::kTransposedStreamRowsOfExpertShiftedFloat32
                                                       : costs::kTransposedStreamRowsOfExpertFloat32;
+  const bool streams = transposed_stream::supports(args.product);
   const bool table = args.product.shift_mode == ShiftMode::kTable;
   const int64_t bytes =
       float32 ? transposed_warpgroup::float32_bytes(args.product, args.m,
                                                     transposed_warpgroup::parameter_entries(args.product, args.experts))
               : 0;
-  if (device.architecture == 90 && (table || args.m > few * args.experts) &&
+  if (device.architecture == 90 && (args.m > few * args.experts || !streams) &&
       transposed_warpgroup::supports(args.product) &&
       (float32 ? ragged::room_behind_plan(args) >= bytes : !ids || ragged::can_order(rows))) {
     const int tokens = !float32 ? experts_rows(args, device) : args.m <= 64 * args.experts ? 64 : 128;
@@ -234,15 +234,15 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
     const auto launch = f16 ? transposed_warpgroup::launch_ragged_f16 : transposed_warpgroup::launch_ragged_bf16;
     return launch(product, work, device.multiprocessors, stream);
   }
-  if (table) return cudaErrorNotSupported;
-  const int tiles = args.m <= 8 * args.experts ? 1 : args.m <= 16 * args.experts ? 2 : 4;
+  if (!streams) return cudaErrorNotSupported;
+  const int tiles = args.m <= 8 * args.experts ? 1 : args.m <= 16 * args.experts || table ? 2 : 4;
   if (cudaError_t error = ragged::plan(args, 8 * tiles, false, shared, stream, &work); error != cudaSuccess) {
     return error;
   }
   // The tiles that there will be at least, if rows have different experts.
   const int64_t least = std::max(std::min(args.m, args.experts), ceil_div(args.m, 8 * tiles));
   const int64_t blocks = least * ceil_div(args.product.k, transposed_stream::kStripK);
-  return launch_fitting(stream_config(tiles, args.product.x_dtype, blocks, 0, device), device,
+  return launch_fitting(stream_config(tiles, args.product.x_dtype, table, blocks, 0, device), device,
                         [&](const transposed_stream::Config& config) {
                           switch (args.product.x_dtype) {
                             case DType::kF16:
@@ -254,6 +254,16 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
                           }
                         });
 }
+
+namespace transposed_stream {
+
+bool supports(const MatmulArgs& args) {
+  // Of tables numbers of 16 bits: pairs of them, and of fp16, whose products with other scales may have no exponent.
+  return args.shift_mode != ShiftMode::kTable || args.x_dtype == DType::kBF16 ||
+         (args.x_dtype == DType::kF16 && args.scale_dtype == DType::kF16);
+}
+
+}  // namespace transposed_stream
 
 namespace transposed_warpgroup {
 

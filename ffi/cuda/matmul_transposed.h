@@ -10,7 +10,7 @@ namespace wonly {
 // Enqueues the product on `stream`, under the same terms as launch_matmul.
 cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream);
 
-// mma.sync, every option, sm_80 and newer (matmul_transposed_stream.cuh).
+// mma.sync, every option but tables for float32 dy, sm_80 and newer (matmul_transposed_stream.cuh).
 namespace transposed_stream {
 
 struct Config {
@@ -24,9 +24,13 @@ constexpr int kStripK = 64;  // inputs of a CTA
 constexpr int kStageN = 64;  // outputs that a warp takes at a time
 
 constexpr int kMostWarps = 8;
+constexpr int kTableTiles = 2;  // of tokens, at most, for codes that index a table
 
 // CTAs whose registers a multiprocessor holds at least, by tiles of tokens and the size of a number of dy.
 constexpr int most_ctas(int token_tiles, int dy_size) { return token_tiles * dy_size <= 4 ? 2 : 1; }
+
+// Whether there is a kernel for these operands.
+bool supports(const MatmulArgs& args);
 
 // cudaErrorInvalidConfiguration when `shared_bytes` is too little.
 cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);

@@ -17,6 +17,9 @@
 // fp16 has no exponents to spare for dy * scale. Where its scales are fp16 too, codes become the weights of a dense
 // product, in registers: two instructions more for two codes, but one product with dy as it is, instead of two.
 //
+// Codes that index a table become its numbers, rounded to the type of dy: pairs of them by one load for two codes
+// (pair_table.cuh). fp16 ones are multiplied by scales, as above, and bf16 ones meet dy * scale.
+//
 // Partial sums are added in a fixed order, and a token's result does not depend on the other tokens. Each CTA of a
 // cluster finishes some tokens, and the others send it their sums. Results that are not finite are computed again as a
 // dense product would (exact_sum.cuh).
@@ -30,6 +33,7 @@
 #include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
 #include "cuda/matmul_transposed.h"
+#include "cuda/pair_table.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/ptx_sm90.cuh"
 #include "cuda/ragged_plan.cuh"
@@ -51,8 +55,12 @@ constexpr uint32_t kUpPair = 0x6f806f80u;  // kUp as two bf16 numbers
 enum class Second : int { kCodes, kNumbers, kAdded };
 
 // What a kernel knows of scales and shift: that both are of the type of dy, of 16 bits, or zeros are codes, and whether
-// there is a shift; or nothing. Choices between the loads of a stage and its products take a fifth of the time.
-enum class Scheme : int { kSymmetric, kShifted, kAny };
+// there is a shift; or nothing. Choices between the loads of a stage and its products take a fifth of the time. Of
+// tables, whether scales are of the type of dy.
+enum class Scheme : int { kSymmetric, kShifted, kAny, kTable, kTableAny };
+constexpr bool is_known(Scheme scheme) { return scheme != Scheme::kAny && scheme != Scheme::kTableAny; }
+constexpr bool has_shift(Scheme scheme) { return scheme == Scheme::kShifted || scheme == Scheme::kAny; }
+constexpr bool is_table(Scheme scheme) { return scheme == Scheme::kTable || scheme == Scheme::kTableAny; }
 
 struct Params {
   MatmulArgs args;
@@ -226,11 +234,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   constexpr int kCopies = kTokens / kCopyTokens;
   constexpr int kSteps = kBlockK / 16;
   constexpr int kParts = 4, kHalfN = 8 * kParts;  // half a stage, for which operands are prepared: runs of 8 outputs
-  constexpr bool kKnown = kScheme != Scheme::kAny;
+  constexpr bool kKnown = is_known(kScheme), kTable = is_table(kScheme);
   constexpr bool kWeights = kKnown && std::is_same_v<X, __half>;  // products are of weights and dy
   static_assert(!kKnown || sizeof(X) == 2);
+  static_assert(!kTable || (kBits == 4 && sizeof(X) == 2 && (kKnown || std::is_same_v<X, __nv_bfloat16>)));
+  constexpr int kRingsAt = kTable ? pair_table_bytes(1) : 0;  // in shared memory
   // Copies of rows of scales and of shift; where scales have 16 bits one is of two rows.
-  constexpr int kRowCopies = !kKnown ? 2 * kGroups : kScheme == Scheme::kShifted ? kGroups : 1;
+  constexpr int kRowCopies = kScheme == Scheme::kAny                  ? 2 * kGroups
+                             : kScheme == Scheme::kShifted || !kKnown ? kGroups
+                                                                      : 1;
 
   extern __shared__ __align__(128) uint8_t shared[];
   const MatmulArgs& args = params.args;
@@ -280,9 +292,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     return m0 + token;
   };
 
+  float entry = 0.f;  // of a table, on its way before the weights are
+  if constexpr (kTable) entry = load_entry(args, batch, lane);
+
   const int scale_size = kKnown ? 2 : element_size(args.scale_dtype);
   const int shift_size =
-      kScheme == Scheme::kSymmetric || args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+      !has_shift(kScheme) || args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
   constexpr int dy_at = kWeightBytes, scales_at = dy_at + kTokens * kTokenBytes;  // in a slot
   const int shift_at = scales_at + kGroups * kStageN * scale_size;
 
@@ -291,8 +306,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   const int first_stage = run * params.stages_each + min(run, params.stages_more);
   const int stage_count = ptx::kept(params.stages_each + (run < params.stages_more));
   const int64_t first_n = static_cast<int64_t>(first_stage) * kStageN;
-  uint8_t* const ring = static_cast<uint8_t*>(
-      __cvta_shared_to_generic(ptx::kept(static_cast<int>(ptx::shared_address(shared + warp * params.warp_bytes)))));
+  uint8_t* const ring = static_cast<uint8_t*>(__cvta_shared_to_generic(
+      ptx::kept(static_cast<int>(ptx::shared_address(shared + kRingsAt + warp * params.warp_bytes)))));
   const int lane_bytes = ptx::kept(lane * 16);
   const int slot_bytes = ptx::kept(params.slot_bytes), ring_bytes = ptx::kept(params.depth * params.slot_bytes);
 
@@ -349,7 +364,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   for (int copy = 0; copy < kRowCopies; ++copy) {
     const int part = kKnown ? lane / 16 : 0;  // of the lanes
     const int at = row_lane * 8;
-    const bool of_shift = kRowCopies > 1 ? copy >= kRowCopies / 2 : kScheme == Scheme::kShifted && part == 1;
+    const bool of_shift = has_shift(kScheme) && (kRowCopies > 1 ? copy >= kRowCopies / 2 : part == 1);
     const int row = kGroups == 1 ? 0 : kKnown ? part : copy % 2;
     const int size = of_shift ? shift_size : scale_size;
     next_row[copy] = row_at(of_shift, row, first_n) + at;
@@ -413,6 +428,12 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
 #pragma unroll 1
   for (int i = 0; i < params.depth - 1; ++i) fetch(ring + i * slot_bytes, !kWordsFirst || i > 0);
 
+  [[maybe_unused]] const uint32_t lane_pairs = ptx::shared_address(shared) + lane * 4;
+  if constexpr (kTable) {
+    fill_pairs<X>(entry, shared);
+    __syncthreads();
+  }
+
 #if __CUDA_ARCH__ >= 900
   // A token's sums are finished by the CTA of rank token % cluster; the others send it theirs.
   uint64_t* const received_barrier = reinterpret_cast<uint64_t*>(shared + params.received_at);
@@ -431,14 +452,21 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
   float shifted[kGroups][kTokenTiles] = {};          // token g, this lane's outputs: the second sum
   float multiplied[kGroups][kTokenTiles][4] = {};    // the same of tokens 2t and 2t + 1 and all outputs of the warp
   const bool offsets = ptx::kept(args.shift_mode == ShiftMode::kOffsets) != 0;
-  const Second second = kScheme == Scheme::kSymmetric ? Second::kCodes : params.second;
+  const Second second = has_shift(kScheme) ? params.second : Second::kCodes;
   uint32_t bias[4];  // an operand
 #pragma unroll
   for (uint32_t& pair : bias) pair = ptx::kept(bias_of(kBits) * 0x10001);
   const Shifts how(second == Second::kCodes, offsets);
   // The pairs of a word of codes as an operand: as they are, or as weights.
-  const auto to_operand = [](uint32_t word, const auto& factors, auto& to) {
-    if constexpr (kWeights) {
+  const auto to_operand = [&](uint32_t word, const auto& factors, auto& to) {
+    if constexpr (kTable) {
+#pragma unroll
+      for (int i = 0; i < 16 / kBits; ++i) to[i] = look_up_pair(lane_pairs, word, i);
+      if constexpr (kWeights) {
+#pragma unroll
+        for (uint32_t& pair : to) pair = fma_f16x2(pair, factors.scale, kNothing);
+      }
+    } else if constexpr (kWeights) {
       if constexpr (kBits == 4) {
         uint4_above_1024(word, to);
       } else {
@@ -541,7 +569,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
           } else {
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-              scale[part] = ptx::mul_bf16x2(scale[part], kUpPair);
+              if constexpr (!kTable) scale[part] = ptx::mul_bf16x2(scale[part], kUpPair);
 #pragma unroll
               for (int tile = 0; tile < kTokenTiles; ++tile) {
                 b[tile][part][0] = ptx::mul_bf16x2(dy_pairs[tile][part], scale[part]);
@@ -549,15 +577,17 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
             }
             if constexpr (kScheme == Scheme::kShifted) {
               add_second(shift, offsets);
-            } else {
+            } else if constexpr (!kTable) {
               add_bias();
             }
           }
         } else {
           float2 scale[kParts];
           read_pairs(scale, scale_row, n_of_half + 2 * t, args.scale_dtype);
+          if constexpr (!kTable) {
 #pragma unroll
-          for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
+            for (int part = 0; part < kParts; ++part) scale[part] = {scale[part].x * kUp, scale[part].y * kUp};
+          }
 #pragma unroll
           for (int tile = 0; tile < kTokenTiles; ++tile) {
             float2 y[kParts];
@@ -567,7 +597,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
               split({y[part].x * scale[part].x, y[part].y * scale[part].y}, b[tile][part]);
             }
           }
-          if (shift_size == 0) {
+          if constexpr (kTable) {  // nothing to add
+          } else if (shift_size == 0) {
             add_bias();
           } else if (second == Second::kAdded) {
             float2 z[kParts];
@@ -664,7 +695,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     for (int row = 0; row < kGroups; ++row) {
       float second_sum[2] = {};
       const float factor = second == Second::kCodes ? kUnscale : offsets ? -1.f : kDown;
-      if (kWeights) {  // nothing left to subtract
+      if (kWeights || kTable) {  // nothing left to subtract
       } else if (kKnown || second != Second::kAdded) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) second_sum[i] = multiplied[row][tile][i] * factor;
@@ -681,7 +712,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           // Inputs g + 8 are the odd nibbles of four-bit words, whose masks leave them 16 times as large.
-          const float unscale = kWeights ? 1.f : kBits == 4 && i / 2 == 1 ? kUnscale / 16 : kUnscale;
+          const float unscale = kWeights || kTable ? 1.f : kBits == 4 && i / 2 == 1 ? kUnscale / 16 : kUnscale;
           partial[(tile * 8 + 2 * t + i % 2) * kPartialStride + at * 16 + i / 2 * 8 + g] =
               fmaf(acc[at][tile][i], unscale, -second_sum[i % 2]);
         }
@@ -694,7 +725,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     sum = {sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w};
   };
   const auto sum_of_warps = [&](int token, int quad) {
-    const uint8_t* const at = shared + (token * kPartialStride + quad * 4) * 4;
+    const uint8_t* const at = shared + kRingsAt + (token * kPartialStride + quad * 4) * 4;
     float4 sum = *reinterpret_cast<const float4*>(at);
 #pragma unroll 4
     for (int w = 1; w < warps; ++w) add(sum, *reinterpret_cast<const float4*>(at + w * params.warp_bytes));
@@ -747,7 +778,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
       for (int of_quad = 0; of_quad < 4; ++of_quad) {  // each in turn the first: one copy of the code
         float next = values[0];
         if (!(fabsf(next) < INFINITY) && k + of_quad < args.k) {
-          next = exact_sum_transposed(args, batch, dy_row_of(token), k + of_quad);
+          next = exact_sum_transposed<kTable>(args, batch, dy_row_of(token), k + of_quad);
         }
         values[0] = values[1], values[1] = values[2], values[2] = values[3], values[3] = next;
       }
@@ -764,7 +795,8 @@ template <typename Tokens>
 cudaError_t launch_instance(Kernel<Tokens> kernel, int bits, int token_tiles, int groups, int dy_size, Params params,
                             Tokens source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const bool table = args.shift_mode == ShiftMode::kTable;
+  const int shift_size = args.shift_mode == ShiftMode::kNone || table ? 0 : element_size(args.shift_dtype);
   // Rows of 64 bytes would leave every other slot across lines of shared memory.
   const int slot = static_cast<int>(ceil_div(weight_bytes(bits) + 8 * token_tiles * token_bytes(dy_size) +
                                                  groups * kStageN * (element_size(args.scale_dtype) + shift_size),
@@ -775,12 +807,13 @@ cudaError_t launch_instance(Kernel<Tokens> kernel, int bits, int token_tiles, in
   if constexpr (Tokens::kRagged) plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
   params.owned_tokens = static_cast<int>(ceil_div(8 * token_tiles, config.cluster));
   const int received = config.cluster == 1 ? 0 : 16 + config.cluster * params.owned_tokens * kStripK * 4;
-  const int budget = config.shared_bytes - plan_bytes - received;
+  const int rings_at = table ? pair_table_bytes(1) : 0;
+  const int budget = config.shared_bytes - rings_at - plan_bytes - received;
   params.slot_bytes = slot;
   params.depth = std::min(budget / config.warps / slot, kMaxDepth);
   if (params.depth < 2 || partial * config.warps > budget) return cudaErrorInvalidConfiguration;
   params.warp_bytes = std::max(params.depth * slot, partial);
-  params.received_at = config.warps * params.warp_bytes;
+  params.received_at = rings_at + config.warps * params.warp_bytes;
   const int stages = static_cast<int>(ceil_div(args.n, kStageN)), runs = config.cluster * config.warps;
   params.stages_each = stages / runs;
   params.stages_more = stages % runs;
@@ -815,6 +848,19 @@ cudaError_t launch_tokens(const Params& params, const Tokens& source, const Conf
     constexpr int kTiles = tiles.value;
     if constexpr (sizeof(X) == 2) {
       const bool known = args.scale_dtype == args.x_dtype;
+      if (args.shift_mode == ShiftMode::kTable) {
+        if constexpr (kBits == 4 && kTiles <= kTableTiles) {
+          if (known) {
+            return groups_of_32 ? run(transposed_stream_matmul<X, 4, kTiles, 2, Scheme::kTable, Tokens>, kTiles, 2)
+                                : run(transposed_stream_matmul<X, 4, kTiles, 1, Scheme::kTable, Tokens>, kTiles, 1);
+          }
+          if constexpr (std::is_same_v<X, __nv_bfloat16>) {
+            return groups_of_32 ? run(transposed_stream_matmul<X, 4, kTiles, 2, Scheme::kTableAny, Tokens>, kTiles, 2)
+                                : run(transposed_stream_matmul<X, 4, kTiles, 1, Scheme::kTableAny, Tokens>, kTiles, 1);
+          }
+        }
+        return cudaErrorNotSupported;
+      }
       if (known && args.shift_mode == ShiftMode::kNone && !(kTiles > 2 && groups_of_32)) {
         if constexpr (kTiles <= 2) {
           if (groups_of_32) {
@@ -854,13 +900,14 @@ cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Con
   params.args = args;
   params.cluster = Divisor(config.cluster);
   params.log2_group_blocks = log2_group_blocks(args);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 8 : element_size(args.shift_dtype);
+  const bool shift = args.shift_mode == ShiftMode::kZeros || args.shift_mode == ShiftMode::kOffsets;
+  const int shift_size = shift ? element_size(args.shift_dtype) : 8;
   params.copies =
       args.n * element_size(args.scale_dtype) % 8 == 0 && args.n * shift_size % 8 == 0 && args.n * sizeof(X) % 16 == 0;
   const bool zeros = args.shift_mode == ShiftMode::kZeros, numbers = args.shift_dtype == DType::kBF16;
-  params.second = args.shift_mode == ShiftMode::kNone || (zeros && args.shift_dtype == DType::kU8) ? Second::kCodes
-                  : numbers && (zeros || kPieces<X> == 1)                                          ? Second::kNumbers
-                                                                                                   : Second::kAdded;
+  params.second = !shift || (zeros && args.shift_dtype == DType::kU8) ? Second::kCodes
+                  : numbers && (zeros || kPieces<X> == 1)             ? Second::kNumbers
+                                                                      : Second::kAdded;
   if (config.warps < 1 || config.warps > kMostWarps) return cudaErrorInvalidValue;
   return args.bits == 4 ? launch_tokens<X, 4>(params, source, config, stream)
                         : launch_tokens<X, 8>(params, source, config, stream);

@@ -11,10 +11,11 @@
 #include "cuda/ptx.cuh"
 #include "cuda/split_row.cuh"
 #include "dequant/convert.h"
+#include "layout.h"
 
 namespace wonly {
 
-constexpr int kTablePairs = 256;
+constexpr int kTablePairs = kTableEntries * kTableEntries;
 constexpr int kWideRowBytes = 256;
 constexpr int pair_row_bytes(int pieces) { return pieces * 32 * 4; }
 constexpr int pair_table_bytes(int pieces) { return kTablePairs * pair_row_bytes(pieces); }
@@ -39,6 +40,33 @@ __device__ __forceinline__ void look_up_pairs(uint32_t word, uint32_t table, uin
     }
     first[pair] = ptx::load_shared(table + at);
     if (kPieces > 1) second[pair] = ptx::load_shared(table + at + 128);
+  }
+}
+
+// Pair `index` of a word, of rows of 128 bytes. `pairs`: the shared address of this lane's copy of entry 0. A
+// product of two 16-bit numbers with two bytes gives the address, c0 * 128 + c1 * 2048 from there, in one instruction.
+__device__ __forceinline__ uint32_t look_up_pair(uint32_t pairs, uint32_t word, int index) {
+  const uint32_t nibbles = (index == 0 ? word << 4 : word >> (4 * index - 4)) & 0x00f000f0u;
+  return ptx::load_shared(__dp2a_lo(nibbles, 0x8008u, pairs));
+}
+
+// Entry lane % 16 of the table of weight `batch`.
+__device__ __forceinline__ float load_entry(const MatmulArgs& args, int64_t batch, int lane) {
+  const float* const numbers = static_cast<const float*>(args.shift) + batch * args.shift_batch_stride;
+  return __uint_as_float(ptx::load_32(numbers + lane % kTableEntries));
+}
+
+// The table of one piece in rows of 128 bytes, by all threads of the CTA, each of which has its entry.
+template <typename X>
+__device__ __forceinline__ void fill_pairs(float entry, uint8_t* pairs) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 4
+  for (int first = 4 * warp; first < kTablePairs; first += 4 * (blockDim.x / 32)) {
+    const int pair = first + lane / 8;
+    const X low = from_float<X>(__shfl_sync(0xffffffffu, entry, pair % kTableEntries));
+    const X high = from_float<X>(__shfl_sync(0xffffffffu, entry, pair / kTableEntries));
+    const uint32_t both = pack_pair(low, high);
+    reinterpret_cast<uint4*>(pairs)[first * 8 + lane] = make_uint4(both, both, both, both);
   }
 }
 

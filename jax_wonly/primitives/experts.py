@@ -228,7 +228,7 @@ def _as_precise(x, qw, scales, rows, rest, p: Params) -> jax.Array:
     return x.astype(_cuda_experts.rounded(product, transpose=p.transpose).x_dtype)
 
 
-def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
+def _prefers_kernel(x, qw, scales, rows, rest, p: Params, platform: str) -> bool:
     """Whether the custom call runs, or the weights are dequantized for XLA's ragged product."""
     if p.implementation == "dequantize":
         return False
@@ -240,8 +240,7 @@ def _prefers_kernel(x, qw, scales, rows, p: Params, platform: str) -> bool:
     if not p.transpose:
         return _cuda_dispatch.has_kernels(x.dtype, forced=forced)
     m, _ = _result_shape(x, scales, rows, p)
-    table = p.table is not None
-    return _cuda_experts.use_transposed_kernel(m, qw.shape[0], x.shape[1], x.dtype, table=table, forced=forced)
+    return _cuda_experts.use_transposed_kernel(product_of(m, qw.shape[0], x, scales, rest, p), forced=forced)
 
 
 def _result_shape(x, scales, rows, p: Params):
@@ -265,7 +264,7 @@ def _evaluate(x, qw, scales, rows, *rest, params: Params, platform: str):
 def _native(x, qw, scales, rows, *rest, params: Params, platform: str):
     if platform == "cuda" and params.implementation != "dequantize":
         x = _as_precise(x, qw, scales, rows, rest, params)
-    if _prefers_kernel(x, qw, scales, rows, params, platform):
+    if _prefers_kernel(x, qw, scales, rows, rest, params, platform):
         if platform == "cuda" and not params.transpose:
             scales, *rest = parameters_alike(scales, rest, params.shift_mode)
             scales, *rest = _widened(x, qw, scales, rows, rest, params)

@@ -200,7 +200,7 @@ void products() {
 
 void products_with_tables() {
   for (const DType type : kTypes) {
-    for (const int64_t m : {1, 5, 20, 70, 300}) {
+    for (const int64_t m : {1, 5, 12, 20, 70, 300}) {
       for (const auto& [k, n, group] : {std::array<int64_t, 3>{256, 136, 64},
                                         {512, 2050, 32},
                                         {104, 70, 0},

@@ -184,16 +184,19 @@ def test_batches_of_weights(rng):
 
 @pytest.mark.parametrize("scale_dtype", ["float32", "x"])
 @pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 16, 63, 64, 130, 300])
+@pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 63, 64, 130, 300])
 def test_gradient_of_x(rng, m, x_dtype, scale_dtype):
     """From the packed weights: blocks of all sizes, groups of all sizes, and inputs and outputs that fill no tile. As
     exact as float32 where that is the type.
     """
     scale_dtype = x_dtype if scale_dtype == "x" else scale_dtype
-    for k, n, group_size in [(256, 72, 32), (512, 1000, 64), (4096, 136, 128), (101, 320, None), (1024, 3000, 256)]:
+    streams = m <= 16 and (x_dtype == "bfloat16" or x_dtype == scale_dtype == "float16")
+    kernel = "matmul_transposed_stream" if streams else "matmul_transposed_warpgroup"
+    shapes = [(256, 72, 32), (512, 1000, 64), (4096, 136, 128), (101, 320, None), (1024, 3000, 256), (160, 2050, 32)]
+    for k, n, group_size in shapes:
         weight = random_weight(rng, k, n, group_size=group_size, mode="table", scale_dtype=scale_dtype)
         dy, x = random_x(rng, (m, n), x_dtype), jnp.zeros((m, k), x_dtype)
-        assert jw.explain(dy, weight.qt, transpose=True, platform="cuda").kernel == "matmul_transposed_warpgroup"
+        assert jw.explain(dy, weight.qt, transpose=True, platform="cuda").kernel == kernel
         gradient = jax.jit(lambda dy, qt, x=x: jax.vjp(lambda x: jw.matmul(x, qt), x)[1](dy)[0])
         dx = gradient(dy, weight.qt)
         seen = transposed(as_kernels_see_it(weight, x_dtype))
@@ -204,7 +207,7 @@ def test_gradient_of_x(rng, m, x_dtype, scale_dtype):
 @pytest.mark.parametrize("x_dtype", SIXTEEN_BITS)
 def test_gradient_of_several_weights(rng, x_dtype):
     """With scales of their own and one table."""
-    for m, k, n in ((20, 320, 1096), (140, 448, 264)):
+    for m, k, n in ((7, 320, 1096), (13, 192, 70), (20, 320, 1096), (140, 448, 264)):
         weight = random_weight(rng, k, n, group_size=64, mode="table", lead=(5,), scale_dtype=x_dtype)
         dy, x = random_x(rng, (5, m, n), x_dtype), jnp.zeros((5, m, k), x_dtype)
         dx = jax.jit(lambda dy, qt, x=x: jax.vjp(jax.vmap(lambda x, qt: jw.matmul(x, qt)), x, qt)[1](dy)[0])(
@@ -249,9 +252,11 @@ def transposed(weight):
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize("rows", [7, 100, 900])
-def test_gradient_of_experts(rng, rows, x_dtype):
-    weight = random_weight(rng, 320, 136, group_size=64, mode="table", lead=(5,))
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("rows", [7, 60, 100, 900])
+def test_gradient_of_experts(rng, rows, x_dtype, scale_dtype, group_size):
+    weight = random_weight(rng, 320, 136, group_size=group_size, mode="table", scale_dtype=scale_dtype, lead=(5,))
     sizes, ids = sizes_of(rng, 5, rows)
     dy, x = random_x(rng, (rows, 136), x_dtype), jnp.zeros((rows, 320), x_dtype)
     dot = jax.vjp(lambda x: jw.ragged_dot(x, weight.qt, jnp.asarray(sizes)), x)[1]
