@@ -78,6 +78,7 @@ _TILED, _TABLE_TILED, _CONV_TILES = map(_cuda_costs.tiles_of, (SM90["tiled"]["co
 _LEAST_TILE = min(tokens for costs in (_TILED, _TABLE_TILED) for _, tokens, _ in costs.stages)
 _REGISTER_TOKENS_OF_EIGHT_BITS = 128  # transposed_warpgroup::most_register_tokens
 _ROW_OF_BYTES = 16  # zeros of one byte are copied so many at a time
+_STRIP_INPUTS = 64  # transposed_stream::kStripK
 TRANSPOSED = _cuda_costs.Transposed(**SM90["transposed"])
 _PARTS = _cuda_costs.Parts(**SM90["parts"])
 _BAND_CONV = _cuda_costs.BandConv(**SM90["band_conv"])
@@ -200,6 +201,10 @@ class Product(NamedTuple):
     def own_types(self) -> list:
         """The same, of floats that of the activations."""
         return [self.x_dtype if jnp.issubdtype(dtype, jnp.floating) else dtype for dtype in self.parameter_types]
+
+    def with_own_types(self) -> "Product":
+        scale, *shift = self.own_types
+        return self._replace(scale_dtype=scale, shift_dtype=shift[0] if shift else self.shift_dtype)
 
     @property
     def weight_bytes(self) -> float:
@@ -838,14 +843,24 @@ def transposed_kernel(p: Product) -> str:
     """The kernel that ``launch_matmul_transposed`` in ``ffi/cuda/matmul_transposed.cu`` takes for ``p.m`` rows, if it
     does.
     """
-    few = TRANSPOSED.stream_tokens_float32 if p.split and not p.small_groups else TRANSPOSED.stream_tokens
-    takes = p.n % 8 == 0 and (not streams_transposed(p) or not isinstance(p.m, int) or p.m > few)
+    takes = p.n % 8 == 0 and (not streams_transposed(p) or not isinstance(p.m, int) or p.m > _few_transposed(p))
     if p.split:  # in scratch, of a known size
         takes = takes and isinstance(p.m * p.batch, int) and not p.shifted
         takes = takes and (p.batch == 1 or p.batch * p.m * p.n <= _MOST_SPLIT)
     if has_warpgroups() and takes:
         return "matmul_transposed_warpgroup"
     return "matmul_transposed_stream"
+
+
+def _few_transposed(p: Product) -> int:
+    """As ``most_streamed`` in ``ffi/cuda/matmul_transposed.cu``."""
+    if p.split:
+        return TRANSPOSED.stream_tokens if p.small_groups else TRANSPOSED.stream_tokens_float32
+    symmetric = p.shift_mode == ShiftMode.NONE and p.scale_dtype == p.x_dtype
+    known = symmetric and not (p.groups > 1 and p.group_size == 32)
+    if (p.table or known) and p.batch * -(-p.k // _STRIP_INPUTS) * (2 if p.table else 1) <= _gpu()[1]:
+        return TRANSPOSED.stream_wave_tokens if p.bits == 4 else TRANSPOSED.stream_wave_tokens_of_eight_bits
+    return TRANSPOSED.stream_tokens
 
 
 def streams_transposed(p: Product) -> bool:

@@ -274,6 +274,8 @@ def explain(
             kernel = "quantized_matmul"
     elif platform == "cuda" and _abi.MATMUL_TRANSPOSED in targets:
         product = _cuda_dispatch.whole_outputs(product)
+        if _cuda_dispatch.rounds_transposed_parameters(product):
+            product = product.with_own_types()
         apart = _cuda_dispatch.transposed_shift_apart(product)
         kernel = _cuda_dispatch.transposed_kernel(product.without_shift() if apart else product)
     elif platform == "cpu" and targets:

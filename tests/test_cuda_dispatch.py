@@ -421,6 +421,29 @@ def test_scales_of_the_other_type(warpgroups):
     assert zeros == [single if warpgroups else half, jnp.dtype(jnp.uint8)]
 
 
+def test_few_rows_of_transposed(warpgroups):
+    """Streamed up to so many, and up to more where a kernel for those knows the scheme and all strips run at once."""
+
+    def most(k=8192, bits=4, x=jnp.bfloat16, scales=None, mode=ShiftMode.NONE, batch=1, group_size=128):
+        def streams(m):
+            shift = {ShiftMode.ZEROS: jnp.uint8, ShiftMode.TABLE: jnp.float32}.get(mode)
+            p = Product(m, k, 1024, batch, bits, x, scales or x, mode, shift, groups=k // group_size)
+            return _cuda_dispatch.transposed_kernel(p) == "matmul_transposed_stream"
+
+        return max(m for m in range(1, 40) if streams(m))
+
+    if not warpgroups:
+        assert most() == 39
+        return
+    assert (
+        most() == most(64) == most(132 * 64) == most(x=jnp.float16) == most(2048, batch=4) == most(x=jnp.float32) == 32
+    )
+    assert most(132 * 64 + 8) == most(group_size=32) == most(2048, batch=5) == most(mode=ShiftMode.ZEROS) == 16
+    assert most(scales=jnp.float32) == most(x=jnp.float32, group_size=64) == 16
+    assert most(32, group_size=32) == most(66 * 64, mode=ShiftMode.TABLE) == 32 and most(bits=8) == 24
+    assert most(67 * 64, mode=ShiftMode.TABLE) == most(mode=ShiftMode.TABLE, scales=jnp.float32) == 16
+
+
 def test_other_parameters_of_transposed(warpgroups):
     """Rounded where weights then stay in registers."""
 
@@ -436,8 +459,8 @@ def test_other_parameters_of_transposed(warpgroups):
     own = {"scales": jnp.bfloat16}
     assert rounds() == rounds(8192) == rounds(groups=1) == rounds(128, bits=8) == rounds(groups=128) == warpgroups
     assert rounds(**zeros) == rounds(**offsets) == rounds(**offsets, **own) == warpgroups
-    assert rounds(mode=ShiftMode.TABLE) == warpgroups
-    assert not (rounds(16) or rounds(16, mode=ShiftMode.TABLE) or rounds(n=4100) or rounds(129, bits=8))
+    assert rounds(33, mode=ShiftMode.TABLE) == warpgroups
+    assert not (rounds(16) or rounds(32, mode=ShiftMode.TABLE) or rounds(n=4100) or rounds(129, bits=8))
     assert not (rounds(x=jnp.float16) or rounds(x=jnp.float32) or rounds(**own) or rounds(**zeros, **own))
     assert not (rounds(**zeros, n=4104) or rounds(mode=ShiftMode.ZEROS, shift=jnp.float32))
 

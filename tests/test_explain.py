@@ -380,6 +380,22 @@ def test_nothing_is_computed(rng):
     assert seen[0] == jw.explain(x, weight) == jw.explain(jnp.asarray(x), jax.eval_shape(lambda: weight))
 
 
+def test_few_rows_of_gradients_on_cuda(monkeypatch):
+    """Scales that become those of ``dy`` first are such as the kernel for few rows knows."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))
+    monkeypatch.setattr(jw._explain._ffi, "ensure_registered", lambda: {"cpu": None, "cuda": None})
+
+    def streams(m, **options):
+        qt = shapes_of(8192, 8192, **options)
+        return jw.explain(STRUCT((m, 8192), jnp.bfloat16), qt, transpose=True, platform="cuda").kernel.endswith(
+            "stream"
+        )
+
+    for options in ({}, {"scale_dtype": jnp.float32}, {"scale_dtype": jnp.float16}):
+        assert [streams(m, **options) for m in (16, 17, 32, 33)] == [True, True, True, False]
+    assert [streams(m, mode="offsets") for m in (16, 17)] == [True, False]
+
+
 def test_gradients_of_any_number_of_outputs_on_cuda(monkeypatch):
     """Cotangents and scales of whole eights of outputs, which kernels read at once; not of few rows of few weights."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 132))

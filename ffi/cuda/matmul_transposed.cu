@@ -13,6 +13,10 @@ namespace {
 // Of all multiprocessors, those that clusters of that many CTAs can use: a cluster lies in one part of the chip.
 constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 17 * 6 / 132.f};
 
+int64_t most_clusters(int ctas, const Device& device) {
+  return static_cast<int>(static_cast<float>(device.multiprocessors) * kClusterShare[ctas]) / ctas;
+}
+
 // From which on two CTAs for a strip of float32, or with a table, are faster than one.
 constexpr int64_t kSharedOutputs = 4096;
 
@@ -23,8 +27,9 @@ transposed_stream::Config stream_config(int token_tiles, DType dy_type, bool tab
   config.token_tiles = token_tiles;
   config.warps = transposed_stream::kMostWarps;
   config.cluster = 1;
-  if (device.architecture >= 90) {  // as many as leave every CTA a multiprocessor
+  if (device.architecture >= 90) {  // as many as leave every CTA a multiprocessor, and all fit at once
     config.cluster = static_cast<int>(std::clamp<int64_t>(device.multiprocessors / std::max<int64_t>(blocks, 1), 1, 4));
+    while (config.cluster > 1 && blocks > most_clusters(config.cluster, device)) --config.cluster;
   }
   // CTAs that could share a multiprocessor do so, even where there is one for each.
   bool alone = blocks * config.cluster <= device.multiprocessors;
@@ -114,8 +119,7 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
       }
     }
     for (const int cluster : kSplits) {
-      const int clusters =
-          static_cast<int>(static_cast<float>(device.multiprocessors) * kClusterShare[cluster]) / cluster;
+      const int clusters = static_cast<int>(most_clusters(cluster, device));
       if (token_blocks * k_blocks > clusters || args.n < cluster * kLeastOutputs) continue;
       if (cost.tokens == 256 && cluster > 2) continue;  // whose sums shared memory does not hold
       consider({cost.tokens, cluster, 1, clusters, true},
@@ -148,19 +152,37 @@ int experts_rows(const RaggedArgs& args, const Device& device) {
   return low || holds(64) ? 64 : holds(128) ? 128 : 256;
 }
 
+// Tiles of tokens that share a pass over one of so many weights.
+int stream_tiles(int64_t tokens, int64_t weights, bool table) {
+  return tokens <= 8 * weights ? 1 : tokens <= 16 * weights || table ? transposed_stream::kTableTiles : 4;
+}
+
+// Rows up to which the streaming kernel is faster. Of more float32 dy float zeros and offsets are a dense product of
+// their own (primitives/matmul.py).
+int64_t most_streamed(const MatmulArgs& args, const Device& device) {
+  const bool table = args.shift_mode == ShiftMode::kTable;
+  if (args.x_dtype == DType::kF32) {
+    return has_small_groups(args) ? costs::kTransposedStreamTokens : costs::kTransposedStreamTokensFloat32;
+  }
+  // More where its kernel for them knows the scheme, and all strips run at once; a table has two passes.
+  const bool symmetric = args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype;
+  const int64_t strips = args.batch * ceil_div(args.k, transposed_stream::kStripK);
+  if ((table || (symmetric && log2_group_blocks(args) != 0)) && strips * (table ? 2 : 1) <= device.multiprocessors) {
+    return args.bits == 4 ? costs::kTransposedStreamWaveTokens : costs::kTransposedStreamWaveTokensOfEightBits;
+  }
+  return costs::kTransposedStreamTokens;
+}
+
 }  // namespace
 
 cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream) {
   Device device;
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80) return cudaErrorNotSupported;
-  // Up to so many the streaming kernel is faster. Of more float32 dy float zeros and offsets are a dense product of
-  // their own (primitives/matmul.py).
   const bool float32 = args.x_dtype == DType::kF32;
-  const bool small_groups = has_small_groups(args);
-  const int64_t few = float32 && !small_groups ? costs::kTransposedStreamTokensFloat32 : costs::kTransposedStreamTokens;
   const bool streams = transposed_stream::supports(args), table = args.shift_mode == ShiftMode::kTable;
-  if (device.architecture == 90 && (args.m > few || !streams) && transposed_warpgroup::supports(args) &&
+  const bool many = args.m > most_streamed(args, device);
+  if (device.architecture == 90 && (many || !streams) && transposed_warpgroup::supports(args) &&
       (!float32 || (!has_float_shift(args) && transposed_warpgroup::float32_rows(args) > 0))) {
     if (!float32) {
       const transposed_warpgroup::Config config = warpgroup_config(args, device);
@@ -182,7 +204,7 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
     return error;
   }
   if (!streams) return cudaErrorNotSupported;
-  const int tiles = args.m <= 8 ? 1 : args.m <= 16 || table ? 2 : 4;
+  const int tiles = stream_tiles(args.m, 1, table);
   const int64_t blocks = args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * tiles);
   return launch_fitting(stream_config(tiles, args.x_dtype, table, blocks, args.n, device), device,
                         [&](const transposed_stream::Config& config) {
@@ -235,7 +257,7 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
     return launch(product, work, device.multiprocessors, stream);
   }
   if (!streams) return cudaErrorNotSupported;
-  const int tiles = args.m <= 8 * args.experts ? 1 : args.m <= 16 * args.experts || table ? 2 : 4;
+  const int tiles = stream_tiles(args.m, args.experts, table);
   if (cudaError_t error = ragged::plan(args, 8 * tiles, false, shared, stream, &work); error != cudaSuccess) {
     return error;
   }

@@ -183,14 +183,15 @@ def test_range_of_scales(rng, bits, power, m):
     np.testing.assert_array_equal(dx.astype(jnp.float32) * 2.0**-power, transposed(dy, weight.qt, 384))
 
 
-@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 257, 600])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 24, 25, 32, 33, 64, 65, 128, 129, 257, 600])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("implementation", [None, "cuda"])
 def test_rows(rng, m, dtype, implementation):
-    """Every range of M that a kernel or the dispatch may treat apart."""
-    weight = random_weight(rng, 1000, 1096, scale_dtype=dtype)
-    dy = random_x(rng, (m, 1096), dtype)
-    assert_transposed(transposed(dy, weight.qt, 1000, implementation), dy, weight)
+    """Every range of M that a kernel or the dispatch may treat apart, with few inputs and with many."""
+    for k, n in (1000, 1096), (8712, 136):
+        weight = random_weight(rng, k, n, bits=int(rng.choice([4, 8])), scale_dtype=dtype)
+        dy = random_x(rng, (m, n), dtype)
+        assert_transposed(transposed(dy, weight.qt, k, implementation), dy, weight)
 
 
 @pytest.mark.parametrize("m", [5, 140])
