@@ -31,7 +31,7 @@ from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "h100-gradients.json"
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # K x N
-TOKENS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+TOKENS = (1, 8, 16, 24, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 IDENTITY = ("dtype", "scales", "bits", "group_size", "zeros", "k", "n", "m")
 
 
@@ -45,7 +45,7 @@ SUITES = {
     "tokens": [case(k, n, m) for k, n in SHAPES for m in TOKENS],
     "schemes": [
         case(8192, 8192, m, **scheme)
-        for m in (1, 16, 64, 256, 1024)
+        for m in (1, 16, 32, 64, 256, 1024)
         for scheme in (
             {"dtype": "float16"},
             {"scales": "float32"},
@@ -62,7 +62,13 @@ SUITES = {
     "tables": [
         case(8192, 8192, m, group_size=64, mode="nf4", scales=scales)
         for scales in ("float32", "bfloat16")
-        for m in (1, 16, 64, 256, 1024, 4096)
+        for m in (1, 16, 32, 64, 256, 1024, 4096)
+    ],
+    # Strips of inputs, of which a CTA has 64, that run at once or do not.
+    "few": [
+        case(k, n, m)
+        for k, n in ((1024, 4096), (2048, 8192), (2560, 10240), (3584, 18944), *SHAPES, (5120, 5120), (18944, 3584))
+        for m in (1, 8, 16, 24, 32)
     ],
     "float32_tables": [
         case(8192, 8192, m, dtype="float32", group_size=64, mode="nf4", scales="float32")
@@ -84,11 +90,15 @@ SUITES = {
 }
 
 
+def scheme_of(options: dict) -> tuple:
+    """What weights depend on, which serve all numbers of tokens."""
+    return tuple(value for name, value in options.items() if name != "m")
+
+
 def measure(options, rounds, calls, cache):
     k, n, m = options["k"], options["n"], options["m"]
     dtype = jnp.dtype(options["dtype"])
-    # The weights of a scheme serve all of its numbers of tokens.
-    scheme = tuple(value for name, value in options.items() if name != "m")
+    scheme = scheme_of(options)
     if scheme not in cache:
         cache.clear()
         dense_weights = [
@@ -147,6 +157,7 @@ def main() -> None:
     results = kept_rows(args.output, args.append, IDENTITY)
     cache: dict = {}
     cases = [options for suite in args.suite for options in SUITES[suite] if options["m"] in args.tokens]
+    cases.sort(key=lambda options: str(scheme_of(options)))  # so that weights are made once
     for options in progress(cases, label="products"):
         row = measure(options, args.rounds, args.calls, cache)
         results[tuple(row[name] for name in IDENTITY)] = row
