@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from experts_cases import assert_rows, by_expert
 from matmul_cases import product_of, rounds_weights, takes_turns
-from reference import MODES, UNITS, assert_product, random_weight, random_x, repeated
+from reference import MODES, UNITS, as_kernels_see_it, assert_product, random_weight, random_x, repeated
 
 import jax_wonly as jw
 from jax_wonly import _cuda_costs, _cuda_dispatch, _selftest
@@ -454,3 +454,27 @@ def test_two_kernels(emulated, rng, monkeypatch, multiprocessors):
             these = dataclasses.replace(few, dense=few.dense[:, :width], magnitude=few.magnitude[:, :width])
             part = y[:, first : first + width]
             assert_product(part, x, these, bias=bias[:width], activation=activation, **close)
+
+
+@pytest.mark.parametrize("multiprocessors", [3, 10, 17, 33])
+def test_waves_of_gradients(emulated, rng, monkeypatch, multiprocessors):
+    """Few rows of gradients on GPUs so small that strips of inputs run at once, in clusters of up to four, or not."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
+    emulated.set_gpu(multiprocessors)
+    for x_dtype in 3 * (*UNITS, "bfloat16"):
+        m, n = int(rng.integers(1, 41)), int(rng.integers(60, 700))
+        k = 64 * int(rng.integers(max(1, multiprocessors // 5), 2 * multiprocessors + 3))
+        mode, group_size = str(rng.choice(["symmetric", "integer_zeros", "table"])), int(rng.choice([32, 64]))
+        scheme = {"bits": 4 if mode == "table" else int(rng.choice([4, 8])), "mode": mode, "group_size": group_size}
+        lead = () if rng.random() < 0.7 else (2,)
+        weight = random_weight(rng, k, n, lead=lead, scale_dtype=str(rng.choice([x_dtype, "float32"])), **scheme)
+        dy, x = random_x(rng, (*lead, m, n), x_dtype), jnp.zeros((*lead, m, k), x_dtype)
+        product = jax.vmap(jw.matmul) if lead else jw.matmul
+        dx = jax.jit(lambda dy, qt, x=x, product=product: jax.vjp(lambda x: product(x, qt), x)[1](dy)[0])(dy, weight.qt)
+        seen = as_kernels_see_it(weight, x_dtype) if mode == "table" else weight
+        for i in range(lead[0] if lead else 1):
+            of = (i,) if lead else ()
+            turned = dataclasses.replace(
+                weight, qt=weight.qt[of] if of else weight.qt, dense=seen.dense[of].T, magnitude=seen.magnitude[of].T
+            )
+            assert_product(dx[of], dy[of], turned, rounded_weights=True, cut_off=x_dtype == "float32")

@@ -276,19 +276,19 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
   });
 }
 
-// Makes of the zeros of the ring's stages what is added to codes, or of its offsets what is to weights, in two warps
-// that take turns; whether the last item was split.
+// Makes of the zeros of the ring's stages what is added to codes, or of its offsets what is to weights, in two warps;
+// whether the last item was split. Each has every second slot, not every second stage: in a ring of an odd number of
+// slots it would come to one in every second phase, and a wait does not tell a phase from the one before the last.
 template <typename S>
 __device__ __forceinline__ bool prepare_shifts(const Cta<S>& cta) {
   using X = typename S::X;
   using C = PairConverter<X, S::kBits>;
   constexpr int kPairs = S::kOutputs / 2;  // of a row
   const int pairs = groups_of_block<S>(cta.params) * kPairs;
-  bool mine = cta.warp % 2 == 0;
   RingPosition<S::kStages> at;
   return cta.for_each_item([&](const Item& item) {
-    for (int stage = item.begin; stage < item.end; ++stage, at.advance(), mine = !mine) {
-      if (!mine) continue;
+    for (int stage = item.begin; stage < item.end; ++stage, at.advance()) {
+      if (at.slot % 2 != cta.warp % 2) continue;
       uint8_t* const slot = cta.ring + at.slot * S::kStageBytes;
       ptx::barrier_wait(cta.landed + at.slot, at.phase);
 #pragma unroll 2
