@@ -458,16 +458,19 @@ def test_two_kernels(emulated, rng, monkeypatch, multiprocessors):
 
 @pytest.mark.parametrize("multiprocessors", [3, 10, 17, 33])
 def test_waves_of_gradients(emulated, rng, monkeypatch, multiprocessors):
-    """Few rows of gradients on GPUs so small that strips of inputs run at once, in clusters of up to four, or not."""
+    """Gradients on GPUs so small that few strips of inputs run at once, in clusters of up to four, or not, and that a
+    CTA walks through its ring of stages many times."""
     monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
     emulated.set_gpu(multiprocessors)
     for x_dtype in 3 * (*UNITS, "bfloat16"):
-        m, n = int(rng.integers(1, 41)), int(rng.integers(60, 700))
+        m = int(rng.integers(1, 41)) if rng.random() < 0.6 else int(rng.integers(41, 280))
+        n = int(rng.integers(60, 700)) if rng.random() < 0.7 else 16 * int(rng.integers(50, 130))
         k = 64 * int(rng.integers(max(1, multiprocessors // 5), 2 * multiprocessors + 3))
-        mode, group_size = str(rng.choice(["symmetric", "integer_zeros", "table"])), int(rng.choice([32, 64]))
+        mode, group_size = str(rng.choice([*MODES, "table"])), int(rng.choice([32, 64]))
         scheme = {"bits": 4 if mode == "table" else int(rng.choice([4, 8])), "mode": mode, "group_size": group_size}
         lead = () if rng.random() < 0.7 else (2,)
-        weight = random_weight(rng, k, n, lead=lead, scale_dtype=str(rng.choice([x_dtype, "float32"])), **scheme)
+        other = "float32" if mode in ("symmetric", "integer_zeros", "table") else x_dtype
+        weight = random_weight(rng, k, n, lead=lead, scale_dtype=str(rng.choice([x_dtype, other])), **scheme)
         dy, x = random_x(rng, (*lead, m, n), x_dtype), jnp.zeros((*lead, m, k), x_dtype)
         product = jax.vmap(jw.matmul) if lead else jw.matmul
         dx = jax.jit(lambda dy, qt, x=x, product=product: jax.vjp(lambda x: product(x, qt), x)[1](dy)[0])(dy, weight.qt)
