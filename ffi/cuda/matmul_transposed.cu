@@ -13,7 +13,7 @@ namespace {
 // Of all multiprocessors, those that clusters of that many CTAs can use: a cluster lies in one part of the chip.
 constexpr float kClusterShare[] = {1.f, 1.f, 1.f, 39 * 3 / 132.f, 30 * 4 / 132.f, 0.f, 17 * 6 / 132.f};
 
-int64_t most_clusters(int ctas, const Device& device) {
+int most_clusters(int ctas, const Device& device) {
   return static_cast<int>(static_cast<float>(device.multiprocessors) * kClusterShare[ctas]) / ctas;
 }
 
@@ -119,7 +119,7 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
       }
     }
     for (const int cluster : kSplits) {
-      const int clusters = static_cast<int>(most_clusters(cluster, device));
+      const int clusters = most_clusters(cluster, device);
       if (token_blocks * k_blocks > clusters || args.n < cluster * kLeastOutputs) continue;
       if (cost.tokens == 256 && cluster > 2) continue;  // whose sums shared memory does not hold
       consider({cost.tokens, cluster, 1, clusters, true},
