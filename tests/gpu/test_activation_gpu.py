@@ -4,15 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from activation_cases import FLOAT8, SCHEMES, assert_quantized_product, check_codes, quantize
+from activation_cases import KERNEL_UNITS, SCHEMES, assert_quantized_product, check_codes, quantize
 from reference import DTYPES, MODES, random_weight, random_x
 
 import jax_wonly as jw
 
 pytestmark = pytest.mark.gpu
-
-# Of what is added up: float32 sums of exact products, or of those that the tensor cores keep to 13 bits or so.
-UNITS = {"int8": 2.0**-20, FLOAT8: 2.0**-11}
 
 
 def check_product(rng, *, m, k, n, dtype, symmetric, bits, mode, x_group, group_size, x_dtype="bfloat16", **options):
@@ -30,7 +27,7 @@ def check_product(rng, *, m, k, n, dtype, symmetric, bits, mode, x_group, group_
         )
 
     first, second = forms(x, weight.qt)
-    assert_quantized_product(first, expected.values, weight, out_dtype=x_dtype, unit=UNITS[dtype], **options)
+    assert_quantized_product(first, expected.values, weight, out_dtype=x_dtype, unit=KERNEL_UNITS[dtype], **options)
     np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(second, np.float32))
 
 

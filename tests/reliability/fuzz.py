@@ -209,12 +209,12 @@ def check_activation(k_group, n, m, codes, grouped, bits, mode, dtype, seed) -> 
     x, x_group = random_x(rng, (m, k), dtype), group_size if grouped else None
     xq = jw.quantize_activation(x, group_size=x_group, dtype=code, symmetric=symmetric)
     expected = activation_cases.check_codes(x, xq, x_group, code, symmetric)
-    product, noise = jax.jit(jw.matmul), 0.0
-    if OWN == "cuda" and _abi.QUANTIZED_MATMUL not in product.lower(xq, weight.qt).as_text():
-        noise = UNITS[dtype]  # without a kernel activations are rounded to the result's type
-    activation_cases.assert_quantized_product(
-        product(xq, weight.qt), expected.values, weight, out_dtype=dtype, noise=noise
-    )
+    product, how = jax.jit(jw.matmul), {}
+    if OWN == "cuda" and _abi.QUANTIZED_MATMUL in product.lower(xq, weight.qt).as_text():
+        how = {"unit": activation_cases.KERNEL_UNITS[code]}
+    elif OWN == "cuda":
+        how = {"noise": UNITS[dtype]}  # without a kernel activations are rounded to the result's type
+    activation_cases.assert_quantized_product(product(xq, weight.qt), expected.values, weight, out_dtype=dtype, **how)
 
 
 def check_static(k, n, m, bits, activation, seed) -> None:
