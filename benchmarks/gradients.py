@@ -31,6 +31,10 @@ from jax_wonly.progress import progress
 
 RESULTS = Path(__file__).parent / "results" / "h100-gradients.json"
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192))  # K x N
+FEW_SHAPES = (
+    *((1024, 4096), (2048, 8192), (2560, 10240), (3584, 18944), (5120, 5120), (5120, 25600)),
+    *((11008, 4096), (18944, 3584), (25600, 5120)),
+)
 TOKENS = (1, 8, 16, 24, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 IDENTITY = ("dtype", "scales", "bits", "group_size", "zeros", "k", "n", "m")
 
@@ -65,11 +69,7 @@ SUITES = {
         for m in (1, 16, 32, 64, 256, 1024, 4096)
     ],
     # Strips of inputs, of which a CTA has 64, that run at once or do not.
-    "few": [
-        case(k, n, m)
-        for k, n in ((1024, 4096), (2048, 8192), (2560, 10240), (3584, 18944), *SHAPES, (5120, 5120), (18944, 3584))
-        for m in (1, 8, 16, 24, 32)
-    ],
+    "few": [case(k, n, m) for k, n in (*FEW_SHAPES, *SHAPES) for m in (1, 8, 16, 24, 32)],
     "float32_tables": [
         case(8192, 8192, m, dtype="float32", group_size=64, mode="nf4", scales="float32")
         for m in (1, 16, 64, 256, 1024)

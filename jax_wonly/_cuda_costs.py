@@ -210,6 +210,7 @@ class Transposed(NamedTuple):
     stream_wave_tokens: int  # of symmetric codes, or a table, and inputs whose strips all run at once
     stream_wave_tokens_of_eight_bits: int
     stream_rows_of_expert: int
+    stream_rows_of_expert_of_eight_bits: int  # of symmetric codes, with groups of 64 and more
     stream_rows_of_expert_float32: int
     stream_rows_of_expert_shifted_float32: int  # with float zeros or offsets
 

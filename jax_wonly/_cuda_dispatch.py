@@ -856,11 +856,17 @@ def _few_transposed(p: Product) -> int:
     """As ``most_streamed`` in ``ffi/cuda/matmul_transposed.cu``."""
     if p.split:
         return TRANSPOSED.stream_tokens if p.small_groups else TRANSPOSED.stream_tokens_float32
-    symmetric = p.shift_mode == ShiftMode.NONE and p.scale_dtype == p.x_dtype
-    known = symmetric and not (p.groups > 1 and p.group_size == 32)
-    if (p.table or known) and p.batch * -(-p.k // _STRIP_INPUTS) * (2 if p.table else 1) <= _gpu()[1]:
+    if (p.table or streams_more_transposed(p)) and p.batch * -(-p.k // _STRIP_INPUTS) * (2 if p.table else 1) <= _gpu()[
+        1
+    ]:
         return TRANSPOSED.stream_wave_tokens if p.bits == 4 else TRANSPOSED.stream_wave_tokens_of_eight_bits
     return TRANSPOSED.stream_tokens
+
+
+def streams_more_transposed(p: Product) -> bool:
+    """As ``is_known_for_more`` in ``ffi/cuda/matmul_transposed.cu``."""
+    symmetric = p.shift_mode == ShiftMode.NONE and p.scale_dtype == p.x_dtype
+    return symmetric and not (p.groups > 1 and p.group_size == 32)
 
 
 def streams_transposed(p: Product) -> bool:

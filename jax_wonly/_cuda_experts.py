@@ -156,8 +156,10 @@ def _takes_transposed(p: Product) -> bool:
 
 
 def _streams_transposed(p: Product) -> bool:
-    """Whether they are few enough to be streamed."""
+    """Whether they are few enough to be streamed: ``most_streamed_of_expert`` in ``ffi/cuda/matmul_transposed.cu``."""
     few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert
+    if p.bits == 8 and _cuda_dispatch.streams_more_transposed(p):
+        few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_of_eight_bits
     if p.split:
         few = _cuda_dispatch.TRANSPOSED.stream_rows_of_expert_float32
         if p.shifted:

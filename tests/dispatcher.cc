@@ -150,8 +150,10 @@ WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_stream", config.atoms, con
 WONLY_SAY_FOR(launch_table, MatmulArgs, Config, "matmul_stream", config.atoms, config.warps, config.cluster)
 }  // namespace stream
 namespace transposed_stream {
-WONLY_SAY(MatmulArgs, Config, "matmul_transposed_stream", config.token_tiles, config.cluster)
-WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_transposed_stream", config.token_tiles, config.cluster)
+WONLY_SAY(MatmulArgs, Config, "matmul_transposed_stream", config.token_tiles, config.cluster, config.warps,
+          config.shared_bytes)
+WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_transposed_stream", config.token_tiles, config.cluster,
+              config.warps, config.shared_bytes)
 }  // namespace transposed_stream
 namespace transposed_warpgroup {
 WONLY_SAY(MatmulArgs, Config, "matmul_transposed_warpgroup", config.tokens, config.cluster)

@@ -220,6 +220,50 @@ def test_transposed(rng, monkeypatch, dispatcher):
                 assert _cuda_dispatch.transposed_kernel(product) == name, product
 
 
+def test_strips_of_gradients(dispatcher):
+    """CTAs of eight warps where strips of inputs fill the GPU; otherwise more of fewer warps, that all run at once."""
+    bf16, f32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
+    expected = {  # inputs, outputs, rows, types of them and of scales: CTAs of a cluster, and warps
+        (8192, 8192, 1, bf16, bf16): (1, 8),
+        (8192, 8192, 1, bf16, f32): (2, 8),
+        (4096, 4096, 16, bf16, bf16): (2, 8),
+        (5120, 1024, 1, bf16, bf16): (1, 8),
+        (5120, 13824, 16, bf16, bf16): (4, 4),
+        (11008, 4096, 1, f32, bf16): (2, 4),
+        (11008, 4096, 16, f32, bf16): (1, 8),
+        (18944, 3584, 8, bf16, bf16): (2, 3),
+        (28672, 8192, 1, bf16, bf16): (1, 8),
+    }
+    cases = [Product(m, k, n, 1, 4, x, scale, groups=k // 128) for k, n, m, x, scale in expected]
+    cases += [Product(1, k, 4096, batch, 4, bf16, bf16, groups=1) for k in range(64, 40000, 448) for batch in (1, 3)]
+    said = dispatcher(H100, [line("transposed", product) for product in cases])
+    assert [(cluster, warps) for _, _, cluster, warps, _ in said[: len(expected)]] == list(expected.values())
+    _, multiprocessors, _, shared = H100
+    seen = set()
+    for product, (name, _, cluster, warps, shared_bytes) in zip(cases, said, strict=True):
+        assert name == "matmul_transposed_stream"
+        ctas = -(-product.batch * -(-product.k // 64) * cluster // multiprocessors)  # of a multiprocessor
+        seen.add((cluster, warps))
+        units = -(-(shared_bytes + 1024) // 128)  # that shared memory is dealt out in
+        assert warps == 8 or (ctas * 128 * units <= shared and ctas * warps <= 16), product
+    assert {(1, 8), (2, 8), (4, 4), (2, 4), (2, 3), (1, 4)} <= seen
+
+
+def test_strips_of_gradients_of_experts(dispatcher):
+    """Two warps to a CTA where there are many strips of few outputs."""
+    x = jnp.dtype("bfloat16")
+    expected = {(128, 2048, 1536): 64, (256, 7168, 256): 64, (128, 768, 2048): 64, (8, 4096, 14336): 256}  # threads
+    for m_of_expert in (1, 8, 16):
+        cases = [Product(m_of_expert * e, k, n, e, 4, x, x, groups=k // 128) for e, k, n in expected]
+        lines = [
+            (*line("ragged_transposed", p, scratch_of(p, RowMode.SIZES, transpose=True)), int(RowMode.SIZES))
+            for p in cases
+        ]
+        for threads, said in zip(expected.values(), dispatcher(H100, lines), strict=True):
+            *_, (name, _, _, launched, cluster, _) = launches(said)
+            assert (name, launched, cluster) == ("transposed_stream_matmul", threads, 1)
+
+
 def test_products_before_tensor_cores_of_bf16(rng, monkeypatch, dispatcher):
     """Where there is no kernel for the type of the activations, none is asked for."""
     on(monkeypatch, T4)

@@ -51,9 +51,10 @@ inline cudaError_t current_device(Device* device) {
   return error;
 }
 
-// Shared memory of one CTA when `ctas` of them are to run on a multiprocessor at once.
+// Shared memory of one CTA when `ctas` of them are to run on a multiprocessor at once; it is dealt out in units.
 inline int shared_share(const Device& device, int ctas) {
-  const int share = device.shared_per_multiprocessor / ctas - device.reserved_per_block;
+  constexpr int kUnit = 128;
+  const int share = device.shared_per_multiprocessor / ctas / kUnit * kUnit - device.reserved_per_block;
   return share < device.shared_per_block ? share : device.shared_per_block;
 }
 

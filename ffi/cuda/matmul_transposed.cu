@@ -1,5 +1,9 @@
 // Which kernel computes which transposed product, of one weight or of experts.
 #include <algorithm>
+#include <array>
+#include <iterator>
+#include <limits>
+#include <utility>
 
 #include "cuda/costs.h"
 #include "cuda/device.h"
@@ -17,36 +21,120 @@ int most_clusters(int ctas, const Device& device) {
   return static_cast<int>(static_cast<float>(device.multiprocessors) * kClusterShare[ctas]) / ctas;
 }
 
-// From which on two CTAs for a strip of float32, or with a table, are faster than one.
+// From which on two CTAs for a strip are faster than one, where weights wait for instructions.
 constexpr int64_t kSharedOutputs = 4096;
 
-// For `blocks` strips of inputs and tiles of tokens.
-transposed_stream::Config stream_config(int token_tiles, DType dy_type, bool table, int64_t blocks, int64_t outputs,
-                                        const Device& device) {
-  transposed_stream::Config config{};
-  config.token_tiles = token_tiles;
-  config.warps = transposed_stream::kMostWarps;
-  config.cluster = 1;
-  if (device.architecture >= 90) {  // as many as leave every CTA a multiprocessor, and all fit at once
-    config.cluster = static_cast<int>(std::clamp<int64_t>(device.multiprocessors / std::max<int64_t>(blocks, 1), 1, 4));
-    while (config.cluster > 1 && blocks > most_clusters(config.cluster, device)) --config.cluster;
-  }
-  // CTAs that could share a multiprocessor do so, even where there is one for each.
-  bool alone = blocks * config.cluster <= device.multiprocessors;
-  const int size = dy_type == DType::kF32 ? 4 : 2;
-  if (device.architecture >= 90 && (table || (size == 4 && token_tiles == 1)) && config.cluster == 1 && alone &&
-      outputs >= kSharedOutputs) {  // bound by instructions: eight warps do not hide what each of them waits for
-    config.cluster = 2;
-    alone = false;
-  }
-  config.shared_bytes = shared_share(device, alone ? 1 : transposed_stream::most_ctas(token_tiles, size));
-  return config;
+// Whether choices of types, a look-up or the three pieces of a number keep weights waiting.
+bool waits_for_instructions(const MatmulArgs& args) {
+  return args.x_dtype == DType::kF32 || args.shift_mode == ShiftMode::kTable || args.scale_dtype != args.x_dtype;
 }
 
-// Calls `launch(config)`; with less shared memory than the tuned device has again with all that there is, then with
-// fewer warps, until two stages fit.
+// How the strips of a transposed_stream lie: a cluster of CTAs for each, so many warps of a CTA, and CTAs that a
+// multiprocessor has at once; for so many outputs.
+struct Sharing {
+  int cluster, warps, ctas;
+  int64_t least_outputs = 0, most_outputs = std::numeric_limits<int64_t>::max();
+};
+
+// CTAs of all the warps that there are, for `blocks` strips of inputs and tiles of tokens.
+Sharing usual_sharing(const MatmulArgs& args, int token_tiles, int64_t blocks, const Device& device) {
+  Sharing usual{1, transposed_stream::kMostWarps, 1};
+  const bool clusters = device.architecture >= 90;
+  if (clusters) {  // as many as leave every CTA a multiprocessor, and all fit at once
+    usual.cluster = static_cast<int>(std::clamp<int64_t>(device.multiprocessors / std::max<int64_t>(blocks, 1), 1, 4));
+    while (usual.cluster > 1 && blocks > most_clusters(usual.cluster, device)) --usual.cluster;
+  }
+  // CTAs that could share a multiprocessor do so, even where there is one for each.
+  const int most_ctas = transposed_stream::most_ctas(token_tiles, element_size(args.x_dtype));
+  bool alone = blocks * usual.cluster <= device.multiprocessors;
+  if (clusters && alone && usual.cluster == 1 && most_ctas > 1 && args.n >= kSharedOutputs &&
+      waits_for_instructions(args)) {  // eight warps do not hide what each of them waits for
+    usual.cluster = 2;
+    alone = false;
+  }
+  if (!alone) usual.ctas = most_ctas;
+  return usual;
+}
+
+// Others, of fewer warps, so that more CTAs are there at once and strips are dealt out more evenly, or in fewer waves.
+// Sums of a cluster take longer than few outputs, and of many outputs memory is what all wait for.
+constexpr int64_t kFewOutputs = 2560, kManyOutputs = 4096;
+constexpr Sharing kSharings[] = {{4, 4, 3, kFewOutputs},     {2, 4, 3, kFewOutputs},
+                                 {2, 3, 5, kFewOutputs},     {1, 4, 3},
+                                 {1, 4, 4, 0, kManyOutputs}, {1, 2, 8, 0, kManyOutputs}};
+
+bool fits(const MatmulArgs& args, int token_tiles, int64_t blocks, const Sharing& sharing, const Device& device) {
+  const int most_ctas = transposed_stream::most_ctas(token_tiles, element_size(args.x_dtype));
+  if (sharing.warps * sharing.ctas > transposed_stream::kMostWarps * most_ctas) return false;
+  if (args.n < sharing.least_outputs || args.n > sharing.most_outputs) return false;
+  if (sharing.cluster == 1) return true;
+  constexpr float kTaken = 0.85f;  // of all places, up to which clusters of four fit
+  const auto places = static_cast<float>(device.multiprocessors * sharing.ctas);
+  return static_cast<float>(blocks * sharing.cluster) <= (sharing.cluster > 2 ? kTaken : 1.f) * places;
+}
+
+// Microseconds, for one tile of tokens and for more: a wave, a stage for each warp that a multiprocessor has and what
+// its warp waits for besides, and sums of a cluster. Of a last wave at least such a part is added to those before, as
+// it begins before they end; all of it where it has a CTA for 30% of the multiprocessors (docs/performance.md, log
+// 182).
+struct StreamCost {
+  float wave, stage, waiting, cluster, least_of_last;
+  float of_eight_bits, of_instructions, waiting_for_instructions;  // more
+};
+constexpr StreamCost kStreamCosts[] = {{3.1f, 0.056f, 0.16f, 0.3f, 0.6f, 0.047f, 0.f, 0.55f},
+                                       {2.7f, 0.084f, 0.2f, 1.f, 0.35f, 0.036f, 0.022f, 0.f}};
+constexpr float kOfLast = 2.2f;
+constexpr float kLessTime = 0.95f;  // for which another sharing is taken
+
+// What differs between them.
+float stream_us(const MatmulArgs& args, int token_tiles, int64_t blocks, const Sharing& sharing, const Device& device) {
+  StreamCost cost = kStreamCosts[token_tiles > 1];
+  if (args.bits == 8) cost.stage += cost.of_eight_bits;
+  if (args.shift_mode != ShiftMode::kTable && waits_for_instructions(args)) {
+    cost.stage += cost.of_instructions;
+    cost.waiting += cost.waiting_for_instructions;
+  }
+  const int64_t stages = ceil_div(args.n, transposed_stream::kStageN);
+  const auto each = static_cast<float>(ceil_div(stages, sharing.cluster * sharing.warps));  // of a warp
+  const auto wave = [&](int64_t ctas) {
+    return cost.wave + each * (static_cast<float>(ctas * sharing.warps) * cost.stage + cost.waiting);
+  };
+  const int64_t ctas = blocks * sharing.cluster, places = int64_t{device.multiprocessors} * sharing.ctas;
+  const int64_t waves = ctas / places, rest = ctas % places;
+  float us = static_cast<float>(waves) * wave(sharing.ctas) + (sharing.cluster > 1 ? cost.cluster : 0.f);
+  if (rest > 0) {
+    const float share = static_cast<float>(rest) / static_cast<float>(device.multiprocessors);
+    const float part = waves == 0 ? 1.f : std::min(1.f, cost.least_of_last + kOfLast * share);
+    us += part * wave(ceil_div(rest, device.multiprocessors));
+  }
+  return us;
+}
+
+// Calls `launch(config)` with the fastest sharing that has room for its stages; in the usual one with less shared
+// memory than the tuned device has again with all that there is, then with fewer warps, until two stages fit. `known`:
+// as many blocks as there are, and not at least.
 template <typename Launch>
-cudaError_t launch_fitting(transposed_stream::Config config, const Device& device, Launch&& launch) {
+cudaError_t launch_stream(const MatmulArgs& args, int token_tiles, int64_t blocks, bool known, const Device& device,
+                          Launch&& launch) {
+  const auto config_of = [&](const Sharing& sharing) {
+    return transposed_stream::Config{token_tiles, sharing.warps, sharing.cluster, shared_share(device, sharing.ctas)};
+  };
+  const Sharing usual = usual_sharing(args, token_tiles, blocks, device);
+  if (device.architecture >= 90) {
+    std::array<std::pair<float, const Sharing*>, std::size(kSharings)> others;
+    for (size_t i = 0; i < others.size(); ++i) {
+      others[i] = {stream_us(args, token_tiles, blocks, kSharings[i], device), &kSharings[i]};
+    }
+    std::sort(others.begin(), others.end());
+    const float most = kLessTime * stream_us(args, token_tiles, blocks, usual, device);
+    for (const auto& [us, other] : others) {
+      if (us > most) break;
+      if (!fits(args, token_tiles, blocks, *other, device) || (other->cluster > 1 && !known)) continue;
+      const cudaError_t error = launch(config_of(*other));
+      if (error != cudaErrorInvalidConfiguration) return error;
+    }
+  }
+  transposed_stream::Config config = config_of(usual);
   const int all = shared_share(device, 1);
   cudaError_t error = launch(config);
   while (error == cudaErrorInvalidConfiguration && (config.shared_bytes < all || config.warps > 1)) {
@@ -152,9 +240,20 @@ int experts_rows(const RaggedArgs& args, const Device& device) {
   return low || holds(64) ? 64 : holds(128) ? 128 : 256;
 }
 
-// Tiles of tokens that share a pass over one of so many weights.
-int stream_tiles(int64_t tokens, int64_t weights, bool table) {
-  return tokens <= 8 * weights ? 1 : tokens <= 16 * weights || table ? transposed_stream::kTableTiles : 4;
+// Tiles of tokens that share a pass over one of so many weights. Experts with few outputs take more passes of fewer
+// rows each, which more CTAs have at once; so do those of float32, whose kernel for more leaves no room for a second
+// CTA.
+int stream_tiles(const MatmulArgs& args, int64_t tokens, int64_t weights, bool experts) {
+  constexpr int kLone = 24;  // rows up to which passes of eight are no slower with any outputs
+  const bool passes = experts && args.n <= kManyOutputs, table = args.shift_mode == ShiftMode::kTable;
+  if (tokens <= 8 * weights) return 1;
+  if (experts && args.x_dtype == DType::kF32 && (passes || tokens <= kLone * weights)) return 1;
+  return tokens <= 16 * weights || table || passes ? transposed_stream::kTableTiles : 4;
+}
+
+// Whether the streaming kernel for more than two tiles of tokens knows the scheme.
+bool is_known_for_more(const MatmulArgs& args) {
+  return args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype && log2_group_blocks(args) != 0;
 }
 
 // Rows up to which the streaming kernel is faster. Of more float32 dy float zeros and offsets are a dense product of
@@ -164,13 +263,22 @@ int64_t most_streamed(const MatmulArgs& args, const Device& device) {
   if (args.x_dtype == DType::kF32) {
     return has_small_groups(args) ? costs::kTransposedStreamTokens : costs::kTransposedStreamTokensFloat32;
   }
-  // More where its kernel for them knows the scheme, and all strips run at once; a table has two passes.
-  const bool symmetric = args.shift_mode == ShiftMode::kNone && args.scale_dtype == args.x_dtype;
+  // More where all strips run at once; a table has two passes.
   const int64_t strips = args.batch * ceil_div(args.k, transposed_stream::kStripK);
-  if ((table || (symmetric && log2_group_blocks(args) != 0)) && strips * (table ? 2 : 1) <= device.multiprocessors) {
+  if ((table || is_known_for_more(args)) && strips * (table ? 2 : 1) <= device.multiprocessors) {
     return args.bits == 4 ? costs::kTransposedStreamWaveTokens : costs::kTransposedStreamWaveTokensOfEightBits;
   }
   return costs::kTransposedStreamTokens;
+}
+
+// The same of an expert's, were they spread evenly.
+int64_t most_streamed_of_expert(const MatmulArgs& args) {
+  if (args.x_dtype == DType::kF32) {
+    return has_float_shift(args) ? costs::kTransposedStreamRowsOfExpertShiftedFloat32
+                                 : costs::kTransposedStreamRowsOfExpertFloat32;
+  }
+  return args.bits == 8 && is_known_for_more(args) ? costs::kTransposedStreamRowsOfExpertOfEightBits
+                                                   : costs::kTransposedStreamRowsOfExpert;
 }
 
 }  // namespace
@@ -180,7 +288,7 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   if (cudaError_t error = current_device(&device); error != cudaSuccess) return error;
   if (device.architecture < 80) return cudaErrorNotSupported;
   const bool float32 = args.x_dtype == DType::kF32;
-  const bool streams = transposed_stream::supports(args), table = args.shift_mode == ShiftMode::kTable;
+  const bool streams = transposed_stream::supports(args);
   const bool many = args.m > most_streamed(args, device);
   if (device.architecture == 90 && (many || !streams) && transposed_warpgroup::supports(args) &&
       (!float32 || (!has_float_shift(args) && transposed_warpgroup::float32_rows(args) > 0))) {
@@ -204,19 +312,18 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
     return error;
   }
   if (!streams) return cudaErrorNotSupported;
-  const int tiles = stream_tiles(args.m, 1, table);
+  const int tiles = stream_tiles(args, args.m, 1, false);
   const int64_t blocks = args.batch * ceil_div(args.k, transposed_stream::kStripK) * ceil_div(args.m, 8 * tiles);
-  return launch_fitting(stream_config(tiles, args.x_dtype, table, blocks, args.n, device), device,
-                        [&](const transposed_stream::Config& config) {
-                          switch (args.x_dtype) {
-                            case DType::kF16:
-                              return transposed_stream::launch_f16(args, config, stream);
-                            case DType::kBF16:
-                              return transposed_stream::launch_bf16(args, config, stream);
-                            default:
-                              return transposed_stream::launch_f32(args, config, stream);
-                          }
-                        });
+  return launch_stream(args, tiles, blocks, true, device, [&](const transposed_stream::Config& config) {
+    switch (args.x_dtype) {
+      case DType::kF16:
+        return transposed_stream::launch_f16(args, config, stream);
+      case DType::kBF16:
+        return transposed_stream::launch_bf16(args, config, stream);
+      default:
+        return transposed_stream::launch_f32(args, config, stream);
+    }
+  });
 }
 
 cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t stream) {
@@ -229,12 +336,8 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
   rows.product.k = args.product.n;
   ragged::Work work;
   const bool float32 = args.product.x_dtype == DType::kF32;
-  // The same for rows of an expert, were they spread evenly.
-  const int64_t few = !float32                        ? costs::kTransposedStreamRowsOfExpert
-                      : has_float_shift(args.product) ? costs::kTransposedStreamRowsOfExpertShiftedFloat32
-                                                      : costs::kTransposedStreamRowsOfExpertFloat32;
+  const int64_t few = most_streamed_of_expert(args.product);
   const bool streams = transposed_stream::supports(args.product);
-  const bool table = args.product.shift_mode == ShiftMode::kTable;
   const int64_t bytes =
       float32 ? transposed_warpgroup::float32_bytes(args.product, args.m,
                                                     transposed_warpgroup::parameter_entries(args.product, args.experts))
@@ -257,24 +360,23 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
     return launch(product, work, device.multiprocessors, stream);
   }
   if (!streams) return cudaErrorNotSupported;
-  const int tiles = stream_tiles(args.m, args.experts, table);
+  const int tiles = stream_tiles(args.product, args.m, args.experts, true);
   if (cudaError_t error = ragged::plan(args, 8 * tiles, false, shared, stream, &work); error != cudaSuccess) {
     return error;
   }
   // The tiles that there will be at least, if rows have different experts.
   const int64_t least = std::max(std::min(args.m, args.experts), ceil_div(args.m, 8 * tiles));
   const int64_t blocks = least * ceil_div(args.product.k, transposed_stream::kStripK);
-  return launch_fitting(stream_config(tiles, args.product.x_dtype, table, blocks, 0, device), device,
-                        [&](const transposed_stream::Config& config) {
-                          switch (args.product.x_dtype) {
-                            case DType::kF16:
-                              return transposed_stream::launch_ragged_f16(args.product, work, config, stream);
-                            case DType::kBF16:
-                              return transposed_stream::launch_ragged_bf16(args.product, work, config, stream);
-                            default:
-                              return transposed_stream::launch_ragged_f32(args.product, work, config, stream);
-                          }
-                        });
+  return launch_stream(args.product, tiles, blocks, false, device, [&](const transposed_stream::Config& config) {
+    switch (args.product.x_dtype) {
+      case DType::kF16:
+        return transposed_stream::launch_ragged_f16(args.product, work, config, stream);
+      case DType::kBF16:
+        return transposed_stream::launch_ragged_bf16(args.product, work, config, stream);
+      default:
+        return transposed_stream::launch_ragged_f32(args.product, work, config, stream);
+    }
+  });
 }
 
 namespace transposed_stream {
