@@ -668,9 +668,10 @@ def test_scratch_of_experts(warpgroups, ids):
     for rows, there, *shift in (
         (7, False),
         (7, True, ShiftMode.TABLE, jnp.float32),
-        (9 * 13, True),
-        (9 * 24, False, ShiftMode.OFFSETS, jnp.float16),
-        (9 * 25, True, ShiftMode.OFFSETS, jnp.float16),
+        (9 * 24, False),
+        (9 * 25, True),
+        (9 * 32, False, ShiftMode.OFFSETS, jnp.float16),
+        (9 * 33, True, ShiftMode.OFFSETS, jnp.float16),
     ):
         parameters = _abi.transposed_float32_parameters(9, 64, 2, shifted=ShiftMode.OFFSETS in shift)
         words = _cuda_experts.scratch(

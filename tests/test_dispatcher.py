@@ -235,7 +235,8 @@ def test_strips_of_gradients(dispatcher):
         (28672, 8192, 1, bf16, bf16): (1, 8),
     }
     cases = [Product(m, k, n, 1, 4, x, scale, groups=k // 128) for k, n, m, x, scale in expected]
-    cases += [Product(1, k, 4096, batch, 4, bf16, bf16, groups=1) for k in range(64, 40000, 448) for batch in (1, 3)]
+    sizes = [(k, n, batch) for k in range(64, 40000, 448) for n, batch in ((4096, 1), (4160, 1), (4160, 3))]
+    cases += [Product(1, k, n, batch, 4, bf16, bf16, groups=1) for k, n, batch in sizes]
     said = dispatcher(H100, [line("transposed", product) for product in cases])
     assert [(cluster, warps) for _, _, cluster, warps, _ in said[: len(expected)]] == list(expected.values())
     _, multiprocessors, _, shared = H100

@@ -305,7 +305,10 @@ def test_experts_on_cuda(monkeypatch):
     back = {"transpose": True}
     assert kernels(128, 129, **back) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
     float32 = back | {"dtype": jnp.float32}
-    assert kernels(96, 97, **float32) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
+    assert kernels(192, 193, **float32) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
+    assert kernels(256, 257, bits=8, **back) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
+    small = {"bits": 8, "group_size": 32, **back}  # which the kernel of more than 16 rows does not know
+    assert kernels(128, 129, **small) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
     assert kernels(129, n=1001, **back) == kernels(129, mode="offsets", **float32) == ["matmul_transposed_stream"]
     assert kernels(128, 129, mode="nf4", **back) == ["matmul_transposed_stream", "matmul_transposed_warpgroup"]
     assert kernels(129, 8 * 65, mode="nf4", n=1001, **back) == ["matmul_transposed_stream", None]

@@ -67,10 +67,12 @@ bool fits(const MatmulArgs& args, int token_tiles, int64_t blocks, const Sharing
   const int most_ctas = transposed_stream::most_ctas(token_tiles, element_size(args.x_dtype));
   if (sharing.warps * sharing.ctas > transposed_stream::kMostWarps * most_ctas) return false;
   if (args.n < sharing.least_outputs || args.n > sharing.most_outputs) return false;
-  if (sharing.cluster == 1) return true;
+  const int64_t ctas = blocks * sharing.cluster, places = int64_t{device.multiprocessors} * sharing.ctas;
+  // No fewer warps to a multiprocessor than one CTA usually has, and no second wave of long ones.
+  if (ceil_div(ctas, device.multiprocessors) * sharing.warps < transposed_stream::kMostWarps) return false;
+  if (ctas > places && (sharing.cluster > 1 || args.n > kManyOutputs)) return false;
   constexpr float kTaken = 0.85f;  // of all places, up to which clusters of four fit
-  const auto places = static_cast<float>(device.multiprocessors * sharing.ctas);
-  return static_cast<float>(blocks * sharing.cluster) <= (sharing.cluster > 2 ? kTaken : 1.f) * places;
+  return sharing.cluster <= 2 || static_cast<float>(ctas) <= kTaken * static_cast<float>(places);
 }
 
 // Microseconds, for one tile of tokens and for more: a wave, a stage for each warp that a multiprocessor has and what
