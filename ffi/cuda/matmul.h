@@ -46,6 +46,12 @@ WONLY_HOST_DEVICE bool has_small_groups(const MatmulArgs& args) {
   return log2 == 0 || log2 == 1;
 }
 
+// Bytes of a zero or offset, if there are any.
+WONLY_HOST_DEVICE int shift_bytes(const MatmulArgs& args) {
+  const bool shifted = args.shift_mode != ShiftMode::kNone && args.shift_mode != ShiftMode::kTable;
+  return shifted ? element_size(args.shift_dtype) : 0;
+}
+
 // Zeros or offsets that are no bytes.
 WONLY_HOST_DEVICE bool has_float_shift(const MatmulArgs& args) {
   const bool shifted = args.shift_mode == ShiftMode::kZeros || args.shift_mode == ShiftMode::kOffsets;

@@ -5,8 +5,7 @@ namespace wonly::decode {
 bool supports(const MatmulArgs& args) {
   if (args.m > kMaxTokens || args.k <= 0 || args.shift_mode == ShiftMode::kTable) return false;
   const int scale_size = element_size(args.scale_dtype);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
-  if (shift_size > 1 && shift_size != scale_size) return false;
+  if (shift_bytes(args) > 1 && shift_bytes(args) != scale_size) return false;
   const int groups = stage_groups(args);
   if (groups == 4 && args.m > 1) return false;
   return groups == 1 || args.k % 128 == 0;  // whole stages

@@ -628,8 +628,7 @@ cudaError_t launch_shape(Params params, Tokens source, const Config& config, int
 template <int kBits, int kDigits, int kSums, typename Tokens>
 cudaError_t launch_sums(const Params& params, const Tokens& source, const Config& config, int shared_bytes,
                         cudaStream_t stream) {
-  const MatmulArgs& args = params.args;
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : element_size(args.shift_dtype);
+  const int shift_size = shift_bytes(params.args);
   const auto of_scales = [&](auto scale_size) {
     const auto launch = [&](auto shift) {
       using S = Shape<kBits, kDigits, kSums, scale_size.value, shift.value>;
@@ -639,7 +638,7 @@ cudaError_t launch_sums(const Params& params, const Tokens& source, const Config
     if (shift_size == 1) return launch(std::integral_constant<int, 1>{});
     return shift_size == scale_size.value ? launch(scale_size) : cudaErrorNotSupported;
   };
-  if (element_size(args.scale_dtype) == 2) return of_scales(std::integral_constant<int, 2>{});
+  if (element_size(params.args.scale_dtype) == 2) return of_scales(std::integral_constant<int, 2>{});
   return of_scales(std::integral_constant<int, 4>{});
 }
 

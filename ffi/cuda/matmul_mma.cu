@@ -43,13 +43,12 @@ Params params_of(const MatmulArgs& args, const Config& config) {
   params.splits = config.splits;
   params.whole = static_cast<int>(args.batch * params.token_tiles * params.output_tiles) - config.shared_tiles;
   params.log2_group_blocks = log2_group_blocks(args);
-  const int shift_size = args.shift_mode == ShiftMode::kNone ? 0 : args.shift_dtype == DType::kU8 ? 1 : 2;
-  params.rows_of_16 = args.n * 2 % 16 == 0 && args.n * shift_size % 16 == 0;
+  params.rows_of_16 = args.n * 2 % 16 == 0 && args.n * shift_bytes(args) % 16 == 0;
   params.whole_stages = static_cast<int>(args.k / kStageK);
   params.x_step = static_cast<uint32_t>(32 * args.k);
   params.sets = params.log2_group_blocks == 0 ? 2 : 1;
   params.slot_bytes = scales_at(args.bits, config.tokens) +
-                      static_cast<int>(ceil_div(params.sets * kCtaOutputs * (2 + shift_size), 128)) * 128;
+                      static_cast<int>(ceil_div(params.sets * kCtaOutputs * (2 + shift_bytes(args)), 128)) * 128;
   for (const int depth : {kShallow, kDeep, kDeepest}) {
     if (depth * params.slot_bytes <= config.shared_bytes) params.depth = depth;
   }

@@ -262,12 +262,6 @@ __device__ __forceinline__ void read_rows(float (&to)[kAtoms][2], const uint8_t*
   }
 }
 
-// Bytes of a zero or offset.
-__host__ __device__ inline int shift_bytes(const MatmulArgs& args) {
-  return args.shift_mode == ShiftMode::kNone || args.shift_mode == ShiftMode::kTable ? 0
-                                                                                     : element_size(args.shift_dtype);
-}
-
 // A stage's sums join the accumulator kFlushes times, at least as often as its scales change.
 template <typename X, int kBits, int kAtoms, int kTokenTiles, int kFlushes, typename Tokens>
 __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)

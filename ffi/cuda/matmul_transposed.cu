@@ -201,6 +201,7 @@ transposed_warpgroup::Config warpgroup_config(const MatmulArgs& args, const Devi
     const auto walk = [&](int64_t count) { return static_cast<float>(count) * cost.stage + cost.block; };
     for (int partners = 1; partners <= (k_blocks > 1 ? 2 : 1); ++partners) {
       const int clusters = device.multiprocessors / partners;
+      if (clusters == 0) continue;
       const int64_t groups = token_blocks * ceil_div(k_blocks, partners), rest = groups % clusters;
       const float waves = static_cast<float>(groups / clusters) * walk(stages) + kWarpgroupStart;
       consider({cost.tokens, partners, partners, clusters, false}, waves + (rest > 0 ? walk(stages) : 0.f));

@@ -796,12 +796,12 @@ cudaError_t launch_instance(Kernel<Tokens> kernel, int bits, int token_tiles, in
                             Tokens source, const Config& config, cudaStream_t stream) {
   const MatmulArgs& args = params.args;
   const bool table = args.shift_mode == ShiftMode::kTable;
-  const int shift_size = args.shift_mode == ShiftMode::kNone || table ? 0 : element_size(args.shift_dtype);
   // Rows of 64 bytes would leave every other slot across lines of shared memory.
-  const int slot = static_cast<int>(ceil_div(weight_bytes(bits) + 8 * token_tiles * token_bytes(dy_size) +
-                                                 groups * kStageN * (element_size(args.scale_dtype) + shift_size),
-                                             128)) *
-                   128;
+  const int slot =
+      static_cast<int>(ceil_div(weight_bytes(bits) + 8 * token_tiles * token_bytes(dy_size) +
+                                    groups * kStageN * (element_size(args.scale_dtype) + shift_bytes(args)),
+                                128)) *
+      128;
   const int partial = 8 * token_tiles * kPartialStride * 4;
   int plan_bytes = 0;
   if constexpr (Tokens::kRagged) plan_bytes = kTileRowBytes + ragged::plan_bytes(source.work.experts);
@@ -900,14 +900,13 @@ cudaError_t launch_typed(const MatmulArgs& args, const Tokens& source, const Con
   params.args = args;
   params.cluster = Divisor(config.cluster);
   params.log2_group_blocks = log2_group_blocks(args);
-  const bool shift = args.shift_mode == ShiftMode::kZeros || args.shift_mode == ShiftMode::kOffsets;
-  const int shift_size = shift ? element_size(args.shift_dtype) : 8;
+  const int shift = shift_bytes(args);
   params.copies =
-      args.n * element_size(args.scale_dtype) % 8 == 0 && args.n * shift_size % 8 == 0 && args.n * sizeof(X) % 16 == 0;
+      args.n * element_size(args.scale_dtype) % 8 == 0 && args.n * shift % 8 == 0 && args.n * sizeof(X) % 16 == 0;
   const bool zeros = args.shift_mode == ShiftMode::kZeros, numbers = args.shift_dtype == DType::kBF16;
-  params.second = !shift || (zeros && args.shift_dtype == DType::kU8) ? Second::kCodes
-                  : numbers && (zeros || kPieces<X> == 1)             ? Second::kNumbers
-                                                                      : Second::kAdded;
+  params.second = shift == 0 || (zeros && args.shift_dtype == DType::kU8) ? Second::kCodes
+                  : numbers && (zeros || kPieces<X> == 1)                 ? Second::kNumbers
+                                                                          : Second::kAdded;
   if (config.warps < 1 || config.warps > kMostWarps) return cudaErrorInvalidValue;
   return args.bits == 4 ? launch_tokens<X, 4>(params, source, config, stream)
                         : launch_tokens<X, 8>(params, source, config, stream);
