@@ -856,9 +856,8 @@ def _few_transposed(p: Product) -> int:
     """As ``most_streamed`` in ``ffi/cuda/matmul_transposed.cu``."""
     if p.split:
         return TRANSPOSED.stream_tokens if p.small_groups else TRANSPOSED.stream_tokens_float32
-    if (p.table or streams_more_transposed(p)) and p.batch * -(-p.k // _STRIP_INPUTS) * (2 if p.table else 1) <= _gpu()[
-        1
-    ]:
+    strips, passes = p.batch * -(-p.k // _STRIP_INPUTS), 2 if p.table else 1
+    if (p.table or streams_more_transposed(p)) and strips * passes <= _gpu()[1]:
         return TRANSPOSED.stream_wave_tokens if p.bits == 4 else TRANSPOSED.stream_wave_tokens_of_eight_bits
     return TRANSPOSED.stream_tokens
 

@@ -12,6 +12,10 @@ from jax_wonly._abi import ShiftMode
 # Inputs and outputs that are no multiples of a tile, for each group size.
 SHAPES = {32: (96, 70), 64: (192, 130), 128: (384, 67), 256: (256, 33), None: (101, 129)}
 ROWS = (0, 1, 7, 33)
+# Strips of 64 inputs and outputs of streamed gradients, and how they lie on a GPU of so many multiprocessors: the CTAs
+# of a cluster, and their warps.
+SHARED_STRIPS_OF = 5
+SHARED_STRIPS = {(3, 2600): (4, 4), (6, 2560): (2, 4), (11, 2600): (2, 3), (15, 1000): (1, 4), (25, 700): (1, 2)}
 
 
 def check_cross_product(rng, *, bits, mode, x_dtype, scale_dtype, group_size, implementation, rows=ROWS):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from matmul_cases import SHARED_STRIPS, SHARED_STRIPS_OF
 
 from jax_wonly import _abi, _cuda_dispatch, _cuda_experts
 from jax_wonly._abi import RowMode, ShiftMode
@@ -248,6 +249,15 @@ def test_strips_of_gradients(dispatcher):
         units = -(-(shared_bytes + 1024) // 128)  # that shared memory is dealt out in
         assert warps == 8 or (ctas * 128 * units <= shared and ctas * warps <= 16), product
     assert {(1, 8), (2, 8), (4, 4), (2, 4), (2, 3), (1, 4)} <= seen
+
+
+@pytest.mark.parametrize("m", [3, 16])
+def test_shared_strips(dispatcher, m):
+    """What the emulator is to compute in CTAs of fewer warps is so on a GPU as small as its own."""
+    x = jnp.dtype("bfloat16")
+    cases = [Product(m, 64 * strips, n, 1, 4, x, x, groups=strips) for strips, n in SHARED_STRIPS]
+    said = dispatcher((90, SHARED_STRIPS_OF, *H100[2:]), [line("transposed", product) for product in cases])
+    assert [(cluster, warps) for _, _, cluster, warps, _ in said] == list(SHARED_STRIPS.values())
 
 
 def test_strips_of_gradients_of_experts(dispatcher):

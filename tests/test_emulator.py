@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_cases import assert_rows, by_expert
-from matmul_cases import product_of, rounds_weights, takes_turns
+from matmul_cases import SHARED_STRIPS, SHARED_STRIPS_OF, product_of, rounds_weights, takes_turns
 from reference import MODES, UNITS, as_kernels_see_it, assert_product, random_weight, random_x, repeated
 
 import jax_wonly as jw
@@ -456,6 +456,23 @@ def test_two_kernels(emulated, rng, monkeypatch, multiprocessors):
             assert_product(part, x, these, bias=bias[:width], activation=activation, **close)
 
 
+def check_gradient(rng, m, k, n, x_dtype, *, mode, lead=(), own=False, **scheme):
+    """Holds the gradient of x to float64; ``own``: scales are of the type of x, and not any of the two."""
+    other = "float32" if mode in ("symmetric", "integer_zeros", "table") and not own else x_dtype
+    scale_dtype = str(rng.choice([x_dtype, other]))
+    weight = random_weight(rng, k, n, lead=lead, mode=mode, scale_dtype=scale_dtype, **scheme)
+    dy, x = random_x(rng, (*lead, m, n), x_dtype), jnp.zeros((*lead, m, k), x_dtype)
+    product = jax.vmap(jw.matmul) if lead else jw.matmul
+    dx = jax.jit(lambda dy, qt: jax.vjp(lambda x: product(x, qt), x)[1](dy)[0])(dy, weight.qt)
+    seen = as_kernels_see_it(weight, x_dtype) if mode == "table" else weight
+    for i in range(lead[0] if lead else 1):
+        of = (i,) if lead else ()
+        turned = dataclasses.replace(
+            weight, qt=weight.qt[of] if of else weight.qt, dense=seen.dense[of].T, magnitude=seen.magnitude[of].T
+        )
+        assert_product(dx[of], dy[of], turned, rounded_weights=True, cut_off=x_dtype == "float32")
+
+
 @pytest.mark.parametrize("multiprocessors", [3, 10, 17, 33])
 def test_waves_of_gradients(emulated, rng, monkeypatch, multiprocessors):
     """Gradients on GPUs so small that few strips of inputs run at once, in clusters of up to four, or not, and that a
@@ -468,16 +485,15 @@ def test_waves_of_gradients(emulated, rng, monkeypatch, multiprocessors):
         k = 64 * int(rng.integers(max(1, multiprocessors // 5), 2 * multiprocessors + 3))
         mode, group_size = str(rng.choice([*MODES, "table"])), int(rng.choice([32, 64]))
         scheme = {"bits": 4 if mode == "table" else int(rng.choice([4, 8])), "mode": mode, "group_size": group_size}
-        lead = () if rng.random() < 0.7 else (2,)
-        other = "float32" if mode in ("symmetric", "integer_zeros", "table") else x_dtype
-        weight = random_weight(rng, k, n, lead=lead, scale_dtype=str(rng.choice([x_dtype, other])), **scheme)
-        dy, x = random_x(rng, (*lead, m, n), x_dtype), jnp.zeros((*lead, m, k), x_dtype)
-        product = jax.vmap(jw.matmul) if lead else jw.matmul
-        dx = jax.jit(lambda dy, qt, x=x, product=product: jax.vjp(lambda x: product(x, qt), x)[1](dy)[0])(dy, weight.qt)
-        seen = as_kernels_see_it(weight, x_dtype) if mode == "table" else weight
-        for i in range(lead[0] if lead else 1):
-            of = (i,) if lead else ()
-            turned = dataclasses.replace(
-                weight, qt=weight.qt[of] if of else weight.qt, dense=seen.dense[of].T, magnitude=seen.magnitude[of].T
-            )
-            assert_product(dx[of], dy[of], turned, rounded_weights=True, cut_off=x_dtype == "float32")
+        check_gradient(rng, m, k, n, x_dtype, lead=() if rng.random() < 0.7 else (2,), **scheme)
+
+
+@pytest.mark.parametrize("m", [3, 16])
+def test_shared_strips_of_gradients(emulated, rng, monkeypatch, m):
+    """Every way in which CTAs of fewer than eight warps share multiprocessors (``test_shared_strips`` in
+    ``test_dispatcher.py``)."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", SHARED_STRIPS_OF))
+    emulated.set_gpu(SHARED_STRIPS_OF)
+    for strips, n in SHARED_STRIPS:
+        scheme = {"bits": 4, "mode": "symmetric", "group_size": int(rng.choice([32, 64]))}
+        check_gradient(rng, m, 64 * strips, n, str(rng.choice(["bfloat16", "float16"])), own=True, **scheme)

@@ -123,16 +123,18 @@ cudaError_t launch_stream(const MatmulArgs& args, int token_tiles, int64_t block
   };
   const Sharing usual = usual_sharing(args, token_tiles, blocks, device);
   if (device.architecture >= 90) {
-    std::array<std::pair<float, const Sharing*>, std::size(kSharings)> others;
-    for (size_t i = 0; i < others.size(); ++i) {
-      others[i] = {stream_us(args, token_tiles, blocks, kSharings[i], device), &kSharings[i]};
-    }
-    std::sort(others.begin(), others.end());
+    // This is the host's time for a gradient: most do not fit, and are not asked what they take.
     const float most = kLessTime * stream_us(args, token_tiles, blocks, usual, device);
-    for (const auto& [us, other] : others) {
-      if (us > most) break;
-      if (!fits(args, token_tiles, blocks, *other, device) || (other->cluster > 1 && !known)) continue;
-      const cudaError_t error = launch(config_of(*other));
+    std::array<std::pair<float, const Sharing*>, std::size(kSharings)> others;
+    auto end = others.begin();
+    for (const Sharing& other : kSharings) {
+      if ((other.cluster > 1 && !known) || !fits(args, token_tiles, blocks, other, device)) continue;
+      const float us = stream_us(args, token_tiles, blocks, other, device);
+      if (us <= most) *end++ = {us, &other};
+    }
+    std::sort(others.begin(), end);
+    for (auto other = others.begin(); other != end; ++other) {
+      const cudaError_t error = launch(config_of(*other->second));
       if (error != cudaErrorInvalidConfiguration) return error;
     }
   }
