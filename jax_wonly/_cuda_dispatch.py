@@ -45,6 +45,8 @@ _SURE_CONV = 40.0  # microseconds of both, below which the kernels are taken wit
 TABLE_TOKENS = 64  # up to here passes over weights with a table, without tiles, take less than dequantizing (measured)
 
 _RESIDENT_INPUTS = 1 << 20  # of more the activations would fit no cluster's shared memory
+_RESIDENT_TILES = 16  # of tokens at most, and bytes of weights that several read
+_RESIDENT_TILED_BYTES = 1 << 23
 _BAND_FIXED, _BAND_SHARED = 18 << 10, 227 << 10  # bytes of shared memory of band_conv, and what there is
 _MULTIPROCESSORS = 132  # of an H100, where there is no GPU to ask
 # Rows up to which the streaming kernel of the transposed product is expected to be at least as fast as dequantized
@@ -315,8 +317,8 @@ def in_bfloat16(p: Product) -> Product:
 
 def scratch(p: Product, x_batch: int) -> int:
     """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
-    if (p.split or _aligns(p)) and kernel(p) == "matmul_warpgroup":
-        # For pieces of x, and what CTAs leave each other.
+    if (p.split or _aligns(p)) and (kernel(p) == "matmul_warpgroup" or _in_token_tiles(p)):
+        # For pieces of x, and what CTAs leave each other; without it there is nothing to compare tiles of tokens with.
         sums = -(-p.k // 128) * p.scheme.ends if p.scheme.floats else 0
         pieces = _abi.split_scratch(x_batch, p.m, p.k, p.n, p.batch, sums) if p.split else 0
         return pieces + _warpgroup_scratch_of(p) + (_aligned_scratch(p) if _aligns(p) else 0)
@@ -385,7 +387,7 @@ def _mixes_shifts(p: Product) -> bool:
 
 
 def _resident_kernel(p: Product) -> bool:
-    """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word."""
+    """As ``resident::supports`` in ``ffi/cuda/matmul_resident.cu``, which has the last word: of one tile."""
     tokens = _RESIDENT[p.bits, p.split].tokens // (1 + (p.split or p.shifted))
     if not has_warpgroups() or p.k % 64 or p.k > _RESIDENT_INPUTS or not 0 < p.m <= tokens:
         return False
@@ -465,7 +467,7 @@ def _decode_is_slower(p: Product) -> bool:
     if resident is None:
         return False
     if p.bits == 4 and _mixes_shifts(p):
-        return _cuda_costs.resident_blocks(p.m, p.k, p.n, p.bits, resident[0]) > 0
+        return _cuda_costs.resident_blocks(p.m, p.k, p.n, p.bits, resident[0][:3]) > 0
     if p.m > 1 or (not p.floats and p.scheme.ends == 4):
         return True
     spread = p.k >= _DECODE.spread and not p.split
@@ -477,10 +479,21 @@ def _decode_is_slower(p: Product) -> bool:
 
 
 def _resident_times(p: Product):
-    if not _resident_kernel(p):
-        return iter(())
-    costs = _RESIDENT[p.bits, p.split]
-    return _cuda_costs.resident_times(p.m, p.k, p.n, p.batch, p.scheme, _is_alike(p), _gpu()[1], costs)
+    """Of every configuration, (cluster, parts, strips of a pass, tiles of tokens), as ``resident::choose``."""
+    tiles = {1}
+    if p.batch == 1 and isinstance(p.m, int) and p.weight_bytes <= _RESIDENT_TILED_BYTES:
+        tiles |= {-(-p.m // tokens) for tokens in ((8, 4) if p.split else (8,))}
+    for count in sorted(tiles):
+        tile = p if count == 1 else p._replace(m=-(-p.m // count), batch=count)
+        if count <= _RESIDENT_TILES and _resident_kernel(tile):
+            costs = _RESIDENT[p.bits, p.split]
+            times = _cuda_costs.resident_times(tile.m, p.k, p.n, tile.batch, p.scheme, _is_alike(p), _gpu()[1], costs)
+            yield from (((*config, count), us) for config, us in times)
+
+
+def _in_token_tiles(p: Product) -> bool:
+    """Whether ``matmul_resident`` takes more tokens than it has in one tile."""
+    return kernel(p) == "matmul_resident" and not _resident_kernel(p)
 
 
 def _resident(p: Product) -> float:
@@ -594,14 +607,13 @@ def kernel(p: Product) -> str:
         and 2 * p.batch * min(-(-p.n // 16), share) >= wanted
     ):
         return "matmul_decode"
-    if p.split and _resident(p) < math.inf:
+    few = _resident_kernel(p)
+    if p.split and few and _resident(p) < math.inf:
         return "matmul_resident"
     wide = p.bits == 8 and p.batch * -(-p.n // TILE_N) > _gpu()[1]
     aligned = _aligned(p)
     by_warpgroups = aligned is not None
-    always = aligned is not None and (
-        p.small_groups or aligned.plain or p.split or p.table or (p.floats and _resident_kernel(p))
-    )
+    always = aligned is not None and (p.small_groups or aligned.plain or p.split or p.table or (p.floats and few))
     streamed = p.m <= _STREAM.tokens and not wide and not always
     other = math.inf
     if by_warpgroups and not streamed:
@@ -612,14 +624,17 @@ def kernel(p: Product) -> str:
     elif not streamed:
         other = _stream(p)
     odd_rows = aligned is None and warpgroup_kernel(p._replace(parameter_row=_aligned_row(p)))
-    if _resident(p) < (math.inf if odd_rows else other):  # streaming odd rows takes longer than estimated
+    if few and _resident(p) < (math.inf if odd_rows else other):  # streaming odd rows takes longer than estimated
         return "matmul_resident"
     if not streamed:
         # With a table another pass takes longer in any case.
         least = other if by_warpgroups or not p.table else math.inf
+        in_tiles = p.m >= _least_tiled_tokens(p) and tiled_kernel(p)
+        if not few and _resident(p) < (min(least, _tiled(p)) if in_tiles else other):
+            return "matmul_resident"
         if parts := _parts(p):
             return f"{parts.first[0]} + {parts.second[0]}"
-        if p.m >= _least_tiled_tokens(p) and tiled_kernel(p) and _tiled(p) < least:
+        if in_tiles and _tiled(p) < least:
             # Where its scratch has no room for rows of scales that are copied, streaming is what is left beside it.
             streams = _aligns(p) and not p.table and _aligned_scratch(p) > _tiled_scratch(p)
             return "matmul_stream" if streams and _stream(p) <= _tiled(p) else "matmul_tiled"
@@ -634,9 +649,9 @@ def rounds_weights(p: Product) -> bool:
     """Whether the kernel for a product rounds weights, or a table, to the type of x."""
     if p.table:
         return not p.split
-    if parts := _parts(p):
-        return any(name == "matmul_tiled" or p.scheme.rounds(config[0]) for name, config in parts[:2])
     name = kernel(p)
+    if " + " in name and (parts := _parts(p)):
+        return any(name == "matmul_tiled" or p.scheme.rounds(config[0]) for name, config in parts[:2])
     if name != "matmul_warpgroup" or p.split:
         return name in ("matmul_tiled", "matmul_mma")
     (tokens, *_), _ = min(_warpgroup_times(p), key=lambda pair: pair[1])

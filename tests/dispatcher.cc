@@ -188,10 +188,14 @@ WONLY_SAY_WARPGROUP(launch_f32)
 
 namespace resident {
 cudaError_t say_of(const Config& config) {
-  return say("matmul_resident", config.cluster, config.parts, config.pass_atoms);
+  return say("matmul_resident", config.cluster, config.parts, config.pass_atoms, config.tiles);
 }
-cudaError_t launch_four_bits(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
-cudaError_t launch_eight_bits(const MatmulArgs&, const Config& config, int, cudaStream_t) { return say_of(config); }
+cudaError_t launch_four_bits(const MatmulArgs&, int64_t, const Config& config, int, cudaStream_t) {
+  return say_of(config);
+}
+cudaError_t launch_eight_bits(const MatmulArgs&, int64_t, const Config& config, int, cudaStream_t) {
+  return say_of(config);
+}
 }  // namespace resident
 namespace decode {
 cudaError_t launch_int4(const MatmulArgs&, const Config&, int, cudaStream_t) { return say("matmul_decode"); }

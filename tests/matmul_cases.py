@@ -1,9 +1,11 @@
 """Checks of the product that the CPU and the GPU tests share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from reference import DTYPES, assert_product, random_weight, random_x
+from reference import DTYPES, MODES, as_kernels_see_it, assert_product, random_weight, random_x
 
 import jax_wonly as jw
 from jax_wonly import _cuda_costs, _cuda_dispatch
@@ -12,10 +14,10 @@ from jax_wonly._abi import ShiftMode
 # Inputs and outputs that are no multiples of a tile, for each group size.
 SHAPES = {32: (96, 70), 64: (192, 130), 128: (384, 67), 256: (256, 33), None: (101, 129)}
 ROWS = (0, 1, 7, 33)
-# Strips of 64 inputs and outputs of streamed gradients, and how they lie on a GPU of so many multiprocessors: the CTAs
+# Rows of streamed gradients, the multiprocessors of a GPU, and how strips of 64 inputs and outputs lie there: the CTAs
 # of a cluster, and their warps.
-SHARED_STRIPS_OF = 5
-SHARED_STRIPS = {(3, 2600): (4, 4), (6, 2560): (2, 4), (11, 2600): (2, 3), (15, 1000): (1, 4), (25, 700): (1, 2)}
+_FEW_ROWS = {(3, 2600): (4, 4), (6, 2560): (2, 4), (11, 2600): (2, 3), (15, 1000): (1, 4), (25, 700): (1, 2)}
+SHARED_STRIPS = {3: (5, _FEW_ROWS), 16: (5, _FEW_ROWS), 24: (11, {(6, 4160): (3, 4)})}
 
 
 def check_cross_product(rng, *, bits, mode, x_dtype, scale_dtype, group_size, implementation, rows=ROWS):
@@ -132,6 +134,46 @@ def product_of(m, k, n, mode, x_dtype, *, bits, group_size, scale_dtype=None) ->
     row_modes = {"symmetric": ShiftMode.NONE, "offsets": ShiftMode.OFFSETS, "table": ShiftMode.TABLE}
     row_mode = row_modes.get(mode, ShiftMode.ZEROS)
     return _cuda_dispatch.Product(m, k, n, 1, bits, dtype, scales, row_mode, shift, k // group_size)
+
+
+# Bits, schemes and types of x of which `matmul_resident` takes several tiles of tokens.
+TILES_OF_TOKENS = [
+    (bits, mode, x_dtype)
+    for bits in (4, 8)
+    for mode in (*MODES, "table")
+    for x_dtype in DTYPES
+    if not (mode == "table" and bits == 8) and not (x_dtype == "float32" and mode in ("float_zeros", "offsets"))
+]
+
+
+def check_tiles_of_tokens(rng, *, bits, x_dtype, mode, count=4):
+    """Products of small layers that ``matmul_resident`` takes in several tiles of tokens, the last of which may have
+    fewer; a token's result depends neither on the others nor on its place among them.
+    """
+    split = x_dtype == "float32"
+    while count:
+        m, k, n = int(rng.integers(5 if split else 9, 129)), 64 * int(rng.integers(1, 17)), int(rng.integers(8, 700))
+        group_size = int(rng.choice([32, 64, 128, k]))
+        scale_dtype = str(rng.choice([x_dtype, "float32", "float16"]))
+        if k % group_size or (group_size > 256 and group_size != k):
+            continue
+        product = product_of(m, k, n, mode, x_dtype, bits=bits, group_size=group_size, scale_dtype=scale_dtype)
+        if _cuda_dispatch.kernel(product) != "matmul_resident":
+            continue
+        (*_, tiles), _ = min(_cuda_dispatch._resident_times(product), key=lambda pair: pair[1])
+        if tiles == 1:
+            continue
+        count -= 1
+        weight = random_weight(rng, k, n, bits=bits, mode=mode, scale_dtype=scale_dtype, group_size=group_size)
+        x, bias = random_x(rng, (m, k), x_dtype), random_x(rng, (n,))
+        matmul = jax.jit(functools.partial(jw.matmul, bias=bias, activation="relu", implementation="cuda"))
+        y = np.asarray(matmul(x, weight.qt))
+        seen = as_kernels_see_it(weight, x_dtype) if mode == "table" else weight
+        assert_product(y, x, seen, bias=bias, activation="relu", cut_off=True)
+        np.testing.assert_array_equal(np.asarray(matmul(x[::-1], weight.qt)), y[::-1])
+        broken = int(rng.integers(m))
+        others = np.asarray(matmul(x.at[broken].set(jnp.inf), weight.qt))
+        np.testing.assert_array_equal(np.delete(others, broken, 0), np.delete(y, broken, 0))
 
 
 def takes_turns(product: _cuda_dispatch.Product, config: tuple[int, int, int]) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from matmul_cases import SHARED_STRIPS, SHARED_STRIPS_OF
+from matmul_cases import SHARED_STRIPS
 
 from jax_wonly import _abi, _cuda_dispatch, _cuda_experts
 from jax_wonly._abi import RowMode, ShiftMode
@@ -230,6 +230,9 @@ def test_strips_of_gradients(dispatcher):
         (4096, 4096, 16, bf16, bf16): (2, 8),
         (5120, 1024, 1, bf16, bf16): (1, 8),
         (5120, 13824, 16, bf16, bf16): (4, 4),
+        (4608, 9216, 16, bf16, bf16): (4, 4),
+        (4608, 9216, 24, bf16, bf16): (3, 4),
+        (5120, 13824, 24, bf16, bf16): (1, 8),
         (11008, 4096, 1, f32, bf16): (2, 4),
         (11008, 4096, 16, f32, bf16): (1, 8),
         (18944, 3584, 8, bf16, bf16): (2, 3),
@@ -251,13 +254,14 @@ def test_strips_of_gradients(dispatcher):
     assert {(1, 8), (2, 8), (4, 4), (2, 4), (2, 3), (1, 4)} <= seen
 
 
-@pytest.mark.parametrize("m", [3, 16])
+@pytest.mark.parametrize("m", SHARED_STRIPS)
 def test_shared_strips(dispatcher, m):
     """What the emulator is to compute in CTAs of fewer warps is so on a GPU as small as its own."""
     x = jnp.dtype("bfloat16")
-    cases = [Product(m, 64 * strips, n, 1, 4, x, x, groups=strips) for strips, n in SHARED_STRIPS]
-    said = dispatcher((90, SHARED_STRIPS_OF, *H100[2:]), [line("transposed", product) for product in cases])
-    assert [(cluster, warps) for _, _, cluster, warps, _ in said] == list(SHARED_STRIPS.values())
+    multiprocessors, expected = SHARED_STRIPS[m]
+    cases = [Product(m, 64 * strips, n, 1, 4, x, x, groups=strips) for strips, n in expected]
+    said = dispatcher((90, multiprocessors, *H100[2:]), [line("transposed", product) for product in cases])
+    assert [(cluster, warps) for _, _, cluster, warps, _ in said] == list(expected.values())
 
 
 def test_strips_of_gradients_of_experts(dispatcher):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from experts_cases import assert_rows, by_expert
-from matmul_cases import SHARED_STRIPS, SHARED_STRIPS_OF, product_of, rounds_weights, takes_turns
+from matmul_cases import SHARED_STRIPS, TILES_OF_TOKENS, check_tiles_of_tokens, product_of, rounds_weights, takes_turns
 from reference import MODES, UNITS, as_kernels_see_it, assert_product, random_weight, random_x, repeated
 
 import jax_wonly as jw
@@ -358,8 +358,8 @@ def test_resident_passes(emulated, rng, monkeypatch, bits, x_dtype, scales):
             continue
         config = min(_cuda_dispatch._resident_times(product), key=lambda pair: pair[1])[0]
         few = _cuda_costs.resident_has_few_blocks(product.scheme, scales == "alike")
-        found = config[2], few * _cuda_costs.resident_blocks(m, k, n, bits, config)
-        if found not in wanted:
+        found = config[2], few * _cuda_costs.resident_blocks(m, k, n, bits, config[:3])
+        if found not in wanted or config[3] > 1:
             continue
         wanted.remove(found)
         weight = random_weight(rng, k, n, bits=bits, mode=mode, scale_dtype=scale_dtype, group_size=group_size)
@@ -369,6 +369,14 @@ def test_resident_passes(emulated, rng, monkeypatch, bits, x_dtype, scales):
         if m > 3 and x_dtype != "float32":  # of one and two rows, or float32 ones, others may be chosen
             few_rows = jw.matmul(x[:3], weight.qt, bias=bias, activation="relu", implementation="cuda")
             np.testing.assert_array_equal(few_rows, y[:3])
+
+
+@pytest.mark.parametrize(("bits", "mode", "x_dtype"), TILES_OF_TOKENS)
+def test_tiles_of_tokens(emulated, rng, monkeypatch, bits, mode, x_dtype):
+    """``matmul_resident`` with clusters of their own for each tile of tokens, on a GPU that has room for some."""
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", 60))
+    emulated.set_gpu(60)
+    check_tiles_of_tokens(rng, bits=bits, mode=mode, x_dtype=x_dtype, count=2)
 
 
 @pytest.mark.parametrize("x_dtype", ["float16", "bfloat16"])
@@ -389,7 +397,7 @@ def test_resident_turns(emulated, rng, monkeypatch, bits, modes, x_dtype):
         if _cuda_dispatch.kernel(product) != "matmul_resident":
             continue
         config = min(_cuda_dispatch._resident_times(product), key=lambda pair: pair[1])[0]
-        if config[0] not in wanted or not takes_turns(product, config):
+        if config[0] not in wanted or not takes_turns(product, config[:3]):
             continue
         wanted.remove(config[0])
         emulated.set_gpu(multiprocessors)
@@ -488,12 +496,13 @@ def test_waves_of_gradients(emulated, rng, monkeypatch, multiprocessors):
         check_gradient(rng, m, k, n, x_dtype, lead=() if rng.random() < 0.7 else (2,), **scheme)
 
 
-@pytest.mark.parametrize("m", [3, 16])
+@pytest.mark.parametrize("m", SHARED_STRIPS)
 def test_shared_strips_of_gradients(emulated, rng, monkeypatch, m):
     """Every way in which CTAs of fewer than eight warps share multiprocessors (``test_shared_strips`` in
     ``test_dispatcher.py``)."""
-    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", SHARED_STRIPS_OF))
-    emulated.set_gpu(SHARED_STRIPS_OF)
-    for strips, n in SHARED_STRIPS:
-        scheme = {"bits": 4, "mode": "symmetric", "group_size": int(rng.choice([32, 64]))}
+    multiprocessors, cases = SHARED_STRIPS[m]
+    monkeypatch.setattr(_cuda_dispatch, "_gpu", lambda: ("9.0", multiprocessors))
+    emulated.set_gpu(multiprocessors)
+    for strips, n in cases:
+        scheme = {"bits": 4, "mode": "symmetric", "group_size": int(rng.choice([32, 64])) if m <= 16 else 64}
         check_gradient(rng, m, 64 * strips, n, str(rng.choice(["bfloat16", "float16"])), own=True, **scheme)

@@ -174,7 +174,8 @@ def test_kernels_on_cuda(monkeypatch):
     assert [kernel(4, 4096, n, **scheme) for n in (4096, 4097)] == ["matmul_resident", "matmul_stream"]
     assert [kernel(4, 4096, n, **scheme) for n in (132 * 64 - 1, 132 * 64 + 1)] == ["matmul_stream", "matmul_warpgroup"]
     assert kernel(16, n=8196) == "matmul_resident"
-    assert [kernel(12, k, n, dtype=jnp.float32) for k, n in ((3072, 768), (16384, 64))] == [
+    assert [kernel(12, k, n, dtype=jnp.float32) for k, n in ((3072, 768), (6144, 3072), (16384, 64))] == [
+        "matmul_resident",
         "matmul_warpgroup",
         "matmul_stream",
     ]

@@ -107,7 +107,7 @@ struct Resident {
 };
 Resident as_resident(const MatmulArgs& args, const Device& device) {
   Resident best{};
-  if (device.architecture != 90 || !resident::supports(args)) return best;
+  if (device.architecture != 90) return best;
   best.us = resident::choose(args, device.multiprocessors, shared_share(device, 1), &best.config);
   return best;
 }
@@ -212,8 +212,12 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device, const Resi
     by_warpgroups = by_warpgroups && us < streaming;
     us = std::min(us, streaming);
   }
-  // Of float32 nearly always faster, and streaming odd rows takes longer than estimated.
-  if (resident.us > 0.f && (streamed || splits || (odd_rows && !aligns) || resident.us < us)) return resident.config;
+  // Of float32 nearly always faster where there may be a single tile, and streaming odd rows takes longer than
+  // estimated.
+  const bool few = resident::supports(args);
+  if (few && resident.us > 0.f && (streamed || splits || (odd_rows && !aligns) || resident.us < us)) {
+    return resident.config;
+  }
   if (!streamed) {
     const int64_t least = args.bits == 4 && !small_groups ? costs::kTiledTokens : costs::kTiledTokensOfSmallGroups;
     const bool in_tiles =
@@ -228,6 +232,7 @@ Choice choose_undecoded(const MatmulArgs& args, const Device& device, const Resi
       takes_tiles = (table && !by_warpgroups) || tiled_us < us;
       if (takes_tiles) us = tiled_us;
     }
+    if (!few && resident.us > 0.f && resident.us < us) return resident.config;
     if (by_warpgroups && !aligns && !splits && !table && args.batch == 1) {
       parts::Config two;
       const parts::Costs of_two{costs::kWarpgroup, costs::kTiled, costs::kPartsJoin, costs::kPartsGain,

@@ -9,6 +9,8 @@ namespace wonly::resident {
 namespace {
 
 constexpr int kRowBytes = 128;            // of activations, half a stage of a token
+constexpr int kMostTiles = 16;            // of tokens
+constexpr int64_t kTiledBytes = 1 << 23;  // of weights that several tiles read; more were not measured
 constexpr int64_t kMostInputs = 1 << 20;  // whose activations would fit no cluster's shared memory
 constexpr int kTurnRows = kShiftRows * kShiftWarps / (kMostPassAtoms / 2);  // of sums, of all teams that add those
 
@@ -125,7 +127,19 @@ bool has_passes(const MatmulArgs& args, const Config& config) {
 
 bool mixes_shifts(const MatmulArgs& args) { return has_float_shift(args) && !has_own_types(args); }
 
-float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
+namespace {
+
+// A product of tiles as a batch of products by the same weights.
+MatmulArgs as_batch(const MatmulArgs& args, int64_t tiles) {
+  MatmulArgs batch = args;
+  batch.batch = tiles;
+  batch.m = ceil_div(args.m, tiles);
+  batch.x_batch_stride = batch.m * args.k;
+  batch.qw_batch_stride = batch.scales_batch_stride = batch.shift_batch_stride = batch.bias_batch_stride = 0;
+  return batch;
+}
+
+float choose_in_one(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
   const bool split = args.x_dtype == DType::kF32;
   const Costs& costs = args.bits == 8 ? (split ? costs::kEightBitSplitResident : costs::kEightBitResident)
                                       : (split ? costs::kSplitResident : costs::kResident);
@@ -174,9 +188,35 @@ float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Conf
   return least;
 }
 
+}  // namespace
+
+// Small layers leave most multiprocessors idle, so that more tiles take hardly longer than one, and less than kernels
+// for many tokens take to begin (docs/performance.md, log 184). As many tokens as make eight columns, of float32 also
+// those that make sixteen.
+float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config) {
+  float least = supports(args) ? choose_in_one(args, multiprocessors, shared_bytes, config) : 0.f;
+  if (args.batch > 1 || args.n * args.k * args.bits / 8 > kTiledBytes) return least;
+  for (const int tokens : {8, 4}) {
+    const int64_t tiles = ceil_div(args.m, tokens);
+    if (tiles < 2 || tiles > kMostTiles || (tokens == 4 && args.x_dtype != DType::kF32)) continue;
+    const MatmulArgs batch = as_batch(args, tiles);
+    if (!supports(batch)) continue;
+    Config candidate;
+    const float us = choose_in_one(batch, multiprocessors, shared_bytes, &candidate);
+    if (us > 0.f && (least == 0.f || us < least)) {
+      least = us;
+      *config = candidate;
+      config->tiles = static_cast<int>(tiles);
+    }
+  }
+  return least;
+}
+
 cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
-  return args.bits == 8 ? launch_eight_bits(args, config, shared_bytes, stream)
-                        : launch_four_bits(args, config, shared_bytes, stream);
+  const MatmulArgs tiles = config.tiles > 1 ? as_batch(args, config.tiles) : args;
+  const int64_t rows = args.batch * args.m;
+  return args.bits == 8 ? launch_eight_bits(tiles, rows, config, shared_bytes, stream)
+                        : launch_four_bits(tiles, rows, config, shared_bytes, stream);
 }
 
 }  // namespace wonly::resident

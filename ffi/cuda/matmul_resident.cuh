@@ -1,5 +1,5 @@
-// The product for up to 16 tokens on Hopper: mma.sync with the weights loaded from global memory to the registers that
-// they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
+// The product for up to 16 tokens on Hopper, or for tiles of them: mma.sync with the weights loaded from global memory
+// to the registers that they are multiplied from, while the activations of a CTA's inputs stay in its shared memory.
 //
 // A CTA owns a run of outputs and walks over them in passes of one, two or four strips of 16. Of its sixteen warps as
 // many as a pass has strips are a team; teams split the inputs by stages of 128, and the warps of one have a strip
@@ -24,7 +24,10 @@
 // Where a product is short, its beginning and its end are most of it. So the first loads stand before everything else,
 // and each warp sends its sums to the shared memory of the CTA that finishes their outputs, asynchronously and without
 // a barrier of the cluster. There they are added in a fixed order, and a token's result does not depend on the values
-// or the number of others.
+// of others, or on how many a tile has.
+//
+// Where a layer is small, several tiles of tokens are a batch of products by the same weights, whose clusters run
+// beside each other. The last of them may have fewer tokens.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -84,6 +87,7 @@ struct Params {
   int scale_bytes;
   Divisor of_tokens;  // of rows of those
   uint32_t none;      // zero, which the compiler does not know
+  int rows;           // of all entries of the batch
   bool of_scales;     // zeros, which are multiplied by a scale, and subtracted
   float of_shift;     // 2^-13, or its negative
   MatmulArgs args;
@@ -607,10 +611,10 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
   uint64_t* const empty = reinterpret_cast<uint64_t*>(shared + kEmptyAt);
   const int slots = S::kTurns ? min(pieces, layout.slots) : pieces;
   const auto copy_piece = [&](int i, int slot) {
-    const int x_batch = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch);
+    const int x_row = args.x_batch_stride == 0 ? 0 : static_cast<int>(batch) * tokens;
     const int piece_bytes = tokens * S::kRowBytes << layout.log2_piece;
     ptx::barrier_expect(copied + slot, piece_bytes);
-    ptx::tensor_copy_4d(x + slot * piece_bytes, &map, 0, 0, (first_stage + (i << layout.log2_piece)) * kChunks, x_batch,
+    ptx::tensor_copy_3d(x + slot * piece_bytes, &map, 0, x_row, (first_stage + (i << layout.log2_piece)) * kChunks,
                         copied + slot);
   };
   // A later piece, when `piece` is there.
@@ -1006,10 +1010,12 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     const auto first_output_of = [&](int i) {
       return (first_atom + round_atom + (i / (kTokens / 8) << params.log2_cluster) + rank) * kAtomN;
     };
+    // The last of several tiles may have fewer tokens than there are activations.
+    const int there = min(tokens, params.rows - static_cast<int>(batch) * tokens);
     const auto token_of = [&](int i, int j) { return first_token_of(i) + (S::kSplit ? t + j % 2 * 4 : 2 * t + j % 2); };
     const auto all_finite = [&](int i, const float (&sum)[4]) {
       const float of_tokens =
-          (token_of(i, 0) < tokens ? sum[0] + sum[2] : 0.f) + (token_of(i, 1) < tokens ? sum[1] + sum[3] : 0.f);
+          (token_of(i, 0) < there ? sum[0] + sum[2] : 0.f) + (token_of(i, 1) < there ? sum[1] + sum[3] : 0.f);
       return __all_sync(0xffffffffu, isfinite(of_tokens)) != 0;
     };
     const auto store_each = [&](int i, const float (&sum)[4]) {
@@ -1018,7 +1024,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       for (int j = 0; j < 4; ++j) {
         const int token = token_of(i, j), n = first_output_of(i) + g + j / 2 * 8;
         Y* const y = static_cast<Y*>(params.y) + (batch * args.m + token) * params.outputs + n;
-        if (token < tokens && n < params.outputs) *y = from_float<Y>(sum[j]);
+        if (token < there && n < params.outputs) *y = from_float<Y>(sum[j]);
       }
     };
     // Neighbours along the outputs in one store: what lanes of even g have of the odd token is exchanged for what those
@@ -1034,7 +1040,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
         const float mine_of_pair = odd ? sum[2 * half + 1] : sum[2 * half];
         const float theirs = __shfl_xor_sync(0xffffffffu, odd ? sum[2 * half] : sum[2 * half + 1], 4);
         const uint32_t pair = odd ? from_float2<X>(theirs, mine_of_pair) : from_float2<X>(mine_of_pair, theirs);
-        if (token_of_pairs < tokens && n_of_pairs + 8 * half < params.outputs) {
+        if (token_of_pairs < there && n_of_pairs + 8 * half < params.outputs) {
           reinterpret_cast<uint32_t*>(pairs)[4 * half] = pair;
         }
       }
@@ -1090,7 +1096,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll 1
         for (int j = 0; j < 4; ++j) {
           const int token = token_of(i, j), n = first_output_of(i) + g + j / 2 * 8;
-          if (token >= tokens || n >= params.outputs) continue;
+          if (token >= there || n >= params.outputs) continue;
           float of_one = j < 2 ? j == 0 ? sum[0] : sum[1] : j == 2 ? sum[2] : sum[3];
           // Where an infinity or a NaN took part, the shares of the codes and of the shift do not add up to what a
           // weight times it is.
@@ -1118,9 +1124,11 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 }
 
 template <typename Input, int kBits>
-cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
+cudaError_t launch_typed(const MatmulArgs& args, int64_t rows, const Config& config, int shared_bytes,
+                         cudaStream_t stream) {
   Params params{};
   params.args = args;
+  params.rows = static_cast<int>(rows);
   params.qw = args.qw;
   params.scales = static_cast<const uint8_t*>(args.scales);
   params.layout = layout(args, config, shared_bytes);
@@ -1142,7 +1150,8 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
   if (params.layout.passes == 0 || 1 << params.log2_cluster != config.cluster) return cudaErrorInvalidConfiguration;
   if (!has_passes(args, config)) return cudaErrorInvalidConfiguration;
   CUtensorMap map;
-  const cudaError_t error = describe_chunks(args, static_cast<int>(args.m), kChunks << params.layout.log2_piece, &map);
+  const cudaError_t error = describe_chunks(args, args.x_batch_stride == 0 ? args.m : rows, static_cast<int>(args.m),
+                                            kChunks << params.layout.log2_piece, &map);
   if (error != cudaSuccess) return error;
   LaunchShape shape;
   shape.grid = dim3(static_cast<unsigned>(config.parts * config.cluster), static_cast<unsigned>(args.batch));
@@ -1219,9 +1228,10 @@ cudaError_t launch_typed(const MatmulArgs& args, const Config& config, int share
 }
 
 template <int kBits>
-cudaError_t launch_of(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
+cudaError_t launch_of(const MatmulArgs& args, int64_t rows, const Config& config, int shared_bytes,
+                      cudaStream_t stream) {
   return dispatch_float(args.x_dtype, [&](auto* x) {
-    return launch_typed<std::remove_pointer_t<decltype(x)>, kBits>(args, config, shared_bytes, stream);
+    return launch_typed<std::remove_pointer_t<decltype(x)>, kBits>(args, rows, config, shared_bytes, stream);
   });
 }
 

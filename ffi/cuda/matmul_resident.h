@@ -6,7 +6,7 @@
 
 namespace wonly::resident {
 
-constexpr int kMaxTokens = 16;  // with float zeros or offsets, or float32 activations, 8
+constexpr int kMaxTokens = 16;  // of a tile; with float zeros or offsets, or float32 activations, 8
 constexpr int kStageInputs = 128;
 constexpr int kWarps = 16;            // that multiply
 constexpr int kShiftWarps = 4;        // and more that add float zeros or offsets
@@ -24,6 +24,7 @@ struct Config {
   int cluster;                      // CTAs along the inputs
   int parts;                        // that the outputs are cut into, 1 .. ceil(N / 16): a cluster takes one
   int pass_atoms = kMostPassAtoms;  // strips that a CTA has at a time
+  int tiles = 1;                    // of as many tokens each, but for the last: clusters of their own multiply them
 };
 
 // Stages that a warp asks for at once: a block of 2 KB of weights. Two are a turn of its loop.
@@ -91,21 +92,25 @@ struct Costs {
   float slot_sums;    // and of rows of sums, so many that warps that add them have some each: the last come late
 };
 
-// Whether this kernel computes `args`: K a multiple of 64, uint8 zeros or none, and scales of any type, in rows
-// of whole pieces of four bytes where that, or that of float zeros or offsets, is not the activations' own of 16 bits;
-// these with 16-bit activations; or a table. sm_90 only.
+// Whether this kernel computes `args` as one tile: K a multiple of 64, uint8 zeros or none, and scales of any type, in
+// rows of whole pieces of four bytes where that, or that of float zeros or offsets, is not the activations' own of 16
+// bits; these with 16-bit activations; or a table. sm_90 only.
 bool supports(const MatmulArgs& args);
 
 // Whether float zeros or offsets, or scales with them, are not of the activations' type.
 bool mixes_shifts(const MatmulArgs& args);
 
-// Sets the fastest configuration, and returns the microseconds that it is expected to take; 0 where there is none.
+// Sets the fastest configuration, in as many tiles as that has, and returns the microseconds that it is expected to
+// take; 0 where there is none.
 float choose(const MatmulArgs& args, int multiprocessors, int shared_bytes, Config* config);
 
 // cudaErrorInvalidConfiguration when the activations of a CTA's inputs do not fit its shared memory.
 cudaError_t launch(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
 
-cudaError_t launch_four_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
-cudaError_t launch_eight_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream);
+// Of a tile: a batch that shares all but the activations and results, of which there are `rows` in all.
+cudaError_t launch_four_bits(const MatmulArgs& args, int64_t rows, const Config& config, int shared_bytes,
+                             cudaStream_t stream);
+cudaError_t launch_eight_bits(const MatmulArgs& args, int64_t rows, const Config& config, int shared_bytes,
+                              cudaStream_t stream);
 
 }  // namespace wonly::resident

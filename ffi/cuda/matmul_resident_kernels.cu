@@ -2,8 +2,9 @@
 
 namespace wonly::resident {
 
-cudaError_t launch_four_bits(const MatmulArgs& args, const Config& config, int shared_bytes, cudaStream_t stream) {
-  return launch_of<4>(args, config, shared_bytes, stream);
+cudaError_t launch_four_bits(const MatmulArgs& args, int64_t rows, const Config& config, int shared_bytes,
+                             cudaStream_t stream) {
+  return launch_of<4>(args, rows, config, shared_bytes, stream);
 }
 
 }  // namespace wonly::resident

@@ -29,11 +29,14 @@ bool waits_for_instructions(const MatmulArgs& args) {
   return args.x_dtype == DType::kF32 || args.shift_mode == ShiftMode::kTable || args.scale_dtype != args.x_dtype;
 }
 
+constexpr int64_t kAnyOutputs = std::numeric_limits<int64_t>::max();
+
 // How the strips of a transposed_stream lie: a cluster of CTAs for each, so many warps of a CTA, and CTAs that a
-// multiprocessor has at once; for so many outputs.
+// multiprocessor has at once; for so many outputs, and tiles of tokens.
 struct Sharing {
   int cluster, warps, ctas;
-  int64_t least_outputs = 0, most_outputs = std::numeric_limits<int64_t>::max();
+  int64_t least_outputs = 0, most_outputs = kAnyOutputs;
+  int least_tiles = 0;
 };
 
 // CTAs of all the warps that there are, for `blocks` strips of inputs and tiles of tokens.
@@ -59,14 +62,19 @@ Sharing usual_sharing(const MatmulArgs& args, int token_tiles, int64_t blocks, c
 // Others, of fewer warps, so that more CTAs are there at once and strips are dealt out more evenly, or in fewer waves.
 // Sums of a cluster take longer than few outputs, and of many outputs memory is what all wait for.
 constexpr int64_t kFewOutputs = 2560, kManyOutputs = 4096;
-constexpr Sharing kSharings[] = {{4, 4, 3, kFewOutputs},     {2, 4, 3, kFewOutputs},
-                                 {2, 3, 5, kFewOutputs},     {1, 4, 3},
-                                 {1, 4, 4, 0, kManyOutputs}, {1, 2, 8, 0, kManyOutputs}};
+constexpr Sharing kSharings[] = {{4, 4, 3, kFewOutputs},
+                                 {2, 4, 3, kFewOutputs},
+                                 {2, 3, 5, kFewOutputs},
+                                 {1, 4, 3},
+                                 {1, 4, 4, 0, kManyOutputs},
+                                 {1, 2, 8, 0, kManyOutputs},
+                                 {3, 4, 2, kManyOutputs, kAnyOutputs, 4}};
 
 bool fits(const MatmulArgs& args, int token_tiles, int64_t blocks, const Sharing& sharing, const Device& device) {
   const int most_ctas = transposed_stream::most_ctas(token_tiles, element_size(args.x_dtype));
   if (sharing.warps * sharing.ctas > transposed_stream::kMostWarps * most_ctas) return false;
-  if (args.n < sharing.least_outputs || args.n > sharing.most_outputs) return false;
+  if (args.n < sharing.least_outputs || args.n > sharing.most_outputs || token_tiles < sharing.least_tiles)
+    return false;
   const int64_t ctas = blocks * sharing.cluster, places = int64_t{device.multiprocessors} * sharing.ctas;
   // No fewer warps to a multiprocessor than one CTA usually has, and no second wave of long ones.
   if (ceil_div(ctas, device.multiprocessors) * sharing.warps < transposed_stream::kMostWarps) return false;

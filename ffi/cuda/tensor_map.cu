@@ -48,14 +48,13 @@ cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap
   return describe_x(args, args.k, data_type(args), 2, tokens, map);
 }
 
-cudaError_t describe_chunks(const MatmulArgs& args, int tokens, int chunks, CUtensorMap* map) {
-  const auto k = static_cast<cuuint64_t>(args.k), m = static_cast<cuuint64_t>(args.m);
-  const auto batch = static_cast<cuuint64_t>(args.x_batch_stride == 0 ? 1 : args.batch);
+cudaError_t describe_chunks(const MatmulArgs& args, int64_t rows, int tokens, int chunks, CUtensorMap* map) {
+  const auto k = static_cast<cuuint64_t>(args.k);
   const bool wide = args.x_dtype == DType::kF32;
   const cuuint64_t size = wide ? 4 : 2;
-  return encode<4>(args.x, wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : data_type(args), {64, m, k / 64, batch},
-                   {k * size, 64 * size, k * m * size},
-                   {64, static_cast<cuuint32_t>(tokens), static_cast<cuuint32_t>(chunks), 1},
+  return encode<3>(args.x, wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : data_type(args),
+                   {64, static_cast<cuuint64_t>(rows), k / 64}, {k * size, 64 * size},
+                   {64, static_cast<cuuint32_t>(tokens), static_cast<cuuint32_t>(chunks)},
                    wide ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, map);
 }
 

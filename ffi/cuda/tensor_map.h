@@ -13,9 +13,9 @@ namespace wonly {
 // edges. K is a multiple of 8.
 cudaError_t describe_activations(const MatmulArgs& args, int tokens, CUtensorMap* map);
 
-// The same in boxes of `chunks` times as many inputs, 64 of all tokens after the other. K is a multiple of 64. Also
-// float32 activations, not swizzled.
-cudaError_t describe_chunks(const MatmulArgs& args, int tokens, int chunks, CUtensorMap* map);
+// So many `rows` of activations in boxes of `chunks` times as many inputs, 64 of all tokens after the other. K is a
+// multiple of 64. Also float32 activations, not swizzled.
+cudaError_t describe_chunks(const MatmulArgs& args, int64_t rows, int tokens, int chunks, CUtensorMap* map);
 
 // The codes of activations [batch, m, k], a byte each, in boxes of `tokens` x 128 inputs; `k` is a multiple of 16.
 cudaError_t describe_codes(const MatmulArgs& args, int64_t k, int tokens, CUtensorMap* map);

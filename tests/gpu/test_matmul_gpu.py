@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matmul_cases import (
+    TILES_OF_TOKENS,
     check_broadcasting,
     check_cross_product,
     check_epilogue,
     check_gradients,
     check_non_finite,
+    check_tiles_of_tokens,
     check_zero_scales,
     product_of,
     rounds_weights,
@@ -579,7 +581,7 @@ def test_resident_passes(rng, mode, scale_dtype, bits):
                 scales, groups = jnp.dtype(scale_dtype), k // group_size if group_size else 1
                 p = _cuda_dispatch.Product(m, k, n, 1, bits, x.dtype, scales, ShiftMode.NONE, None, groups=groups)
                 config = min(_cuda_dispatch._resident_times(p), key=lambda pair: pair[1])[0]
-                of_warp = _cuda_costs.resident_blocks(m, k, n, bits, config)
+                of_warp = _cuda_costs.resident_blocks(m, k, n, bits, config[:3])
                 assert (
                     not alike or m > 8 or _cuda_dispatch._gpu()[1] != 132 or (config[2], of_warp) == (strips, blocks)
                 ), (k, n)
@@ -589,6 +591,14 @@ def test_resident_passes(rng, mode, scale_dtype, bits):
             np.testing.assert_array_equal(np.asarray(product(x, weight.qt)), np.asarray(y))
             if 1 < m <= 8:
                 np.testing.assert_array_equal(np.asarray(product(x[:3], weight.qt)), np.asarray(y)[:3])
+
+
+@pytest.mark.parametrize(("bits", "mode", "x_dtype"), TILES_OF_TOKENS)
+def test_tiles_of_tokens(rng, bits, mode, x_dtype):
+    """Small layers, of which clusters of their own multiply each tile of tokens."""
+    if not _cuda_dispatch.has_warpgroups():
+        pytest.skip("matmul_resident is for sm_90")
+    check_tiles_of_tokens(rng, bits=bits, mode=mode, x_dtype=x_dtype)
 
 
 @pytest.mark.parametrize(
@@ -611,7 +621,7 @@ def test_resident_turns(rng, bits, mode, group_size):
             assert jw.explain(x, weight.qt, implementation="cuda").kernel == "matmul_resident"
             p = product_of(m, k, n, mode, "bfloat16", bits=bits, group_size=group_size or k)
             config = min(_cuda_dispatch._resident_times(p), key=lambda pair: pair[1])[0]
-            assert _cuda_dispatch._gpu()[1] != 132 or takes_turns(p, config)
+            assert _cuda_dispatch._gpu()[1] != 132 or takes_turns(p, config[:3])
         product = jax.jit(lambda x, qt: jw.matmul(x, qt, implementation="cuda"))
         y = product(x, weight.qt)
         assert_product(y, x, weight, rounded_weights=rounds_weights("cuda", x, weight.qt))
