@@ -482,7 +482,7 @@ def _resident_times(p: Product):
     """Of every configuration, (cluster, parts, strips of a pass, tiles of tokens), as ``resident::choose``."""
     tiles = {1}
     if p.batch == 1 and isinstance(p.m, int) and p.weight_bytes <= _RESIDENT_TILED_BYTES:
-        tiles |= {-(-p.m // tokens) for tokens in ((8, 4) if p.split else (8,))}
+        tiles |= {-(-p.m // tokens) for tokens in ((8, 4) if p.split else (8,)) if p.m > tokens}
     for count in sorted(tiles):
         tile = p if count == 1 else p._replace(m=-(-p.m // count), batch=count)
         if count <= _RESIDENT_TILES and _resident_kernel(tile):
