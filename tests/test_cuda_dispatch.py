@@ -141,6 +141,11 @@ def test_three_to_sixteen_tokens(monkeypatch, warpgroups, x):
         found = [kernel(m, 4096, 2112, bits=8, mode=mode, shift=x) for m in (3, 8, 9)]
         assert found == ["matmul_resident"] * 2 + ["matmul_warpgroup"]
     assert kernel(4, 1080, 1000, None) == kernel(4, 1080, 1000, None, bits=8) == "matmul_warpgroup"  # half a tile
+    # Several tiles of tokens of a small layer; no rows have none.
+    assert {kernel(m, 768, 768) for m in (9, 16, 17, 33, 64)} == {"matmul_resident"}
+    assert {kernel(m, 768, 768, bits=8, mode=ShiftMode.OFFSETS, shift=x) for m in (9, 17, 40)} == {"matmul_resident"}
+    for m, k, batch in ((0, 768, 1), (128, 768, 1), (24, 4096, 1), (33, 768, 3)):
+        assert kernel(m, k, k, batch=batch) == "matmul_warpgroup"
     # Few multiprocessors for each of many weights, and inputs of which no CTA holds its part of the activations, unless
     # these take turns.
     assert kernel(4, 256, 1024, batch=140) == kernel(9, 131072, 1024) == "matmul_warpgroup"
