@@ -317,7 +317,8 @@ def in_bfloat16(p: Product) -> Product:
 
 def scratch(p: Product, x_batch: int) -> int:
     """Words of scratch with which a product runs fastest on the GPU here, if x has ``x_batch`` entries of the batch."""
-    if (p.split or _aligns(p)) and (kernel(p) == "matmul_warpgroup" or _in_token_tiles(p)):
+    name = kernel(p) if p.split or _aligns(p) else ""
+    if name == "matmul_warpgroup" or _in_token_tiles(p, name):
         # For pieces of x, and what CTAs leave each other; without it there is nothing to compare tiles of tokens with.
         sums = -(-p.k // 128) * p.scheme.ends if p.scheme.floats else 0
         pieces = _abi.split_scratch(x_batch, p.m, p.k, p.n, p.batch, sums) if p.split else 0
@@ -491,9 +492,9 @@ def _resident_times(p: Product):
             yield from (((*config, count), us) for config, us in times)
 
 
-def _in_token_tiles(p: Product) -> bool:
-    """Whether ``matmul_resident`` takes more tokens than it has in one tile."""
-    return kernel(p) == "matmul_resident" and not _resident_kernel(p)
+def _in_token_tiles(p: Product, name: str) -> bool:
+    """Whether the kernel for a product is ``matmul_resident``, of more tokens than it has in one tile."""
+    return name == "matmul_resident" and not _resident_kernel(p)
 
 
 def _resident(p: Product) -> float:
