@@ -62,13 +62,19 @@ def test_range_of_activations(rng, power, x_dtype, m):
 
 
 @pytest.mark.parametrize("x_dtype", DTYPES)
-@pytest.mark.parametrize(("few", "many"), [(1, 8), (3, 8), (9, 16), (17, 32), (33, 64)])
-def test_tokens_are_independent(rng, few, many, x_dtype):
-    """Within a kernel's range a token has the same bits whatever else is in the call. That of four float32 tokens ends
-    where they no longer fit eight columns."""
+@pytest.mark.parametrize(
+    ("few", "many", "shape"),
+    [
+        *[(few, many, (1024, 704)) for few, many in [(1, 8), (3, 8), (9, 16), (17, 24), (57, 64)]],
+        *[(few, many, (2048, 8512)) for few, many in [(17, 32), (33, 64)]],
+    ],
+)
+def test_tokens_are_independent(rng, few, many, shape, x_dtype):
+    """Within a kernel's range, of a small layer that of as many tiles of tokens, a token has the same bits whatever
+    else is in the call. The range of four float32 tokens ends where they no longer fit eight columns."""
     many = 4 if x_dtype == "float32" and few < 4 else many
-    weight = random_weight(rng, 1024, 704, group_size=128)
-    x = random_x(rng, (many, 1024), x_dtype)
+    weight = random_weight(rng, *shape, group_size=128)
+    x = random_x(rng, (many, shape[0]), x_dtype)
     y = np.asarray(jw.matmul(x, weight.qt, implementation="cuda"))
     np.testing.assert_array_equal(np.asarray(jw.matmul(x[:few], weight.qt, implementation="cuda")), y[:few])
 
