@@ -747,6 +747,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
   static_assert(!S::kEven || producers < 4);
   constexpr int kHandsOver = 5, kHandingThreads = S::kWarpgroups * 128 + 32;  // a barrier, and who comes to it
   constexpr int kAllMultiply = 6;  // those of up to four warpgroups come before it
+  constexpr int kOfProducers = 7, kOfAll = 8;
   const int k_tiles = (static_cast<int>(args.k) + tile_k(S::kBits) - 1) / tile_k(S::kBits);
 
   const bool grouped = S::kPlain || S::kFlushes > 1 || params.log2_group_blocks >= 0;
@@ -792,10 +793,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     const int scales_batch = args.scales_batch_stride == 0 ? 0 : static_cast<int>(batch);
     const int shifts_batch = args.shift_batch_stride == 0 ? 0 : static_cast<int>(batch);
     RingPosition<S::kStages> at;
-    // Those who copy meet the others when they have at hand what the first copies are asked for with.
-    if (producer >= producers) {
-      __syncthreads();
+    // Those who copy meet when they have at hand what the first copies are asked for with. For those who multiply, who
+    // may have a table to prepare, they need not wait; as warps may end before those come, it is a barrier that counts.
+    const auto meet = [&] {
+      if constexpr (S::kMakesSums) {
+        ptx::named_sync<kOfAll, S::kThreads>();
+      } else {
+        ptx::named_sync<kOfProducers, S::kProducers * 128>();
+        ptx::named_arrive<kOfAll, S::kThreads>();
+      }
       if (paired) ptx::cluster_wait();
+    };
+    if (producer >= producers) {
+      meet();
       if (S::kEven && producer == producers && work.handed_stages > 0) {
         ptx::named_sync<kHandsOver, kHandingThreads>();
         if (lane < S::kWarpgroups) ptx::hand_over(params.arrived + work.share * S::kWarpgroups + lane);
@@ -893,17 +903,13 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
       }
     };
     if (producer < producers) {
-      const auto start = [&] {
-        __syncthreads();
-        if (paired) ptx::cluster_wait();
-      };
       // One after the other, not in a loop, in which nothing would be known to be the same for all lanes.
       const bool hands_over = S::kEven && work.handed_stages > 0;
       if (hands_over) {
-        copy_stages(Tile<S>(params, work.tile - 1, false, 0), work.handed_first, work.handed_stages, 0, start);
+        copy_stages(Tile<S>(params, work.tile - 1, false, 0), work.handed_first, work.handed_stages, 0, meet);
       }
       copy_stages(tile, work.first, work.stages, work.handed_stages, [&] {
-        if (!hands_over) start();
+        if (!hands_over) meet();
       });
     } else if (S::kMakesSums && producer >= 4) {
       const int output = threadIdx.x % 128;
@@ -1188,7 +1194,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     };
     const auto word_of = [&](int share) { return params.arrived + share * S::kWarpgroups + warpgroup; };
 
-    __syncthreads();
+    ptx::named_sync<kOfAll, S::kThreads>();
     if (paired) ptx::cluster_wait();
     const uint8_t* data = stage_data();
     const auto multiply_stages = [&](const int stage_count, const bool all) {

@@ -39,6 +39,7 @@ using warpgroup::kStageSteps;
 
 constexpr int kLowWarpgroups = 4, kHighWarpgroups = 2;  // for tiles of kLowRows and kHighRows
 constexpr int kProducers = 4;                           // warps
+constexpr int kConsumersBarrier = 5;                    // of all that multiply, beside those of each warpgroup
 constexpr int kStagedRows = 16;                         // that a warpgroup writes at a time, as float32
 constexpr int kPlacedRows = 32;                         // or as 16 bits
 constexpr int kStagedBytes = kStagedRows * tiles::kStagedStride * 4;
@@ -740,15 +741,6 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       plan.spans += plan.span_count;
     }
   }
-  [[maybe_unused]] float undo_table = 1.f;
-  if constexpr (S::kTable) {
-    static_assert(S::kConsumers >= kTablePairs && (S::kConsumers == kTablePairs || S::kPieces == 1));
-    if (threadIdx.x < kTablePairs) {
-      undo_table = prepare_table<typename S::X, S::kPieces>(static_cast<const float*>(params.args.shift),
-                                                            shared + S::kTableAt, static_cast<int>(threadIdx.x));
-    }
-    __syncthreads();
-  }
   const Walk<S::kWarpgroups> walk(uniform(plan.tile_count) * params.output_blocks, mixed);
   const int warp = uniform(threadIdx.x / 32);
   if (warp >= S::kWarpgroups * 4) {
@@ -756,6 +748,15 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     produce<S>(params, maps, plan, walk, ring, warp - S::kWarpgroups * 4);
   } else {
     ptx::raise_registers<S::kConsumerRegisters>();
+    [[maybe_unused]] float undo_table = 1.f;
+    if constexpr (S::kTable) {  // while the first copies are on their way
+      static_assert(S::kConsumers >= kTablePairs && (S::kConsumers == kTablePairs || S::kPieces == 1));
+      if (threadIdx.x < kTablePairs) {
+        undo_table = prepare_table<typename S::X, S::kPieces>(static_cast<const float*>(params.args.shift),
+                                                              shared + S::kTableAt, static_cast<int>(threadIdx.x));
+      }
+      ptx::named_sync<kConsumersBarrier, S::kConsumers>();
+    }
     const Consumer<S> consumer{{warp / 4, warp % 4}, ptx::shared_address(shared + S::kTableAt), undo_table};
     for (int turn = 0; turn < walk.rounds; ++turn) consumer.run(params, plan, ring);
   }
