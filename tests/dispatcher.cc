@@ -156,7 +156,7 @@ WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_transposed_stream", config
               config.warps, config.shared_bytes)
 }  // namespace transposed_stream
 namespace transposed_warpgroup {
-WONLY_SAY(MatmulArgs, Config, "matmul_transposed_warpgroup", config.tokens, config.cluster)
+WONLY_SAY_FOR(launch, MatmulArgs, Config, "matmul_transposed_warpgroup", config.tokens, config.cluster)
 WONLY_SAY_FOR(launch_f32, MatmulArgs, Config, "matmul_transposed_warpgroup", config.tokens, config.cluster)
 }  // namespace transposed_warpgroup
 namespace conv {

@@ -305,11 +305,7 @@ cudaError_t launch_matmul_transposed(const MatmulArgs& args, cudaStream_t stream
   const bool many = args.m > most_streamed(args, device);
   if (device.architecture == 90 && (many || !streams) && transposed_warpgroup::supports(args) &&
       (!float32 || (!has_float_shift(args) && transposed_warpgroup::float32_rows(args) > 0))) {
-    if (!float32) {
-      const transposed_warpgroup::Config config = warpgroup_config(args, device);
-      return args.x_dtype == DType::kF16 ? transposed_warpgroup::launch_f16(args, config, stream)
-                                         : transposed_warpgroup::launch_bf16(args, config, stream);
-    }
+    if (!float32) return transposed_warpgroup::launch(args, warpgroup_config(args, device), stream);
     // As many at a time as the scratch holds, in even parts.
     const int64_t parts = ceil_div(args.m, transposed_warpgroup::float32_rows(args));
     const int64_t rows =
@@ -368,9 +364,7 @@ cudaError_t launch_ragged_matmul_transposed(const RaggedArgs& args, cudaStream_t
     if (ids) {
       if (cudaError_t error = ragged::order(rows, work, &product.x, stream); error != cudaSuccess) return error;
     }
-    const bool f16 = product.x_dtype == DType::kF16;
-    const auto launch = f16 ? transposed_warpgroup::launch_ragged_f16 : transposed_warpgroup::launch_ragged_bf16;
-    return launch(product, work, device.multiprocessors, stream);
+    return transposed_warpgroup::launch_ragged(product, work, device.multiprocessors, stream);
   }
   if (!streams) return cudaErrorNotSupported;
   const int tiles = stream_tiles(args.product, args.m, args.experts, true);

@@ -92,16 +92,13 @@ constexpr int kLowInputs = 256;
 // Of a block, then; the stages of eight bits and 256 tokens are too large to have enough of them.
 constexpr int most_register_tokens(int bits) { return bits == 4 ? 256 : 128; }
 
-cudaError_t launch_f16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
-cudaError_t launch_bf16(const MatmulArgs& args, const Config& config, cudaStream_t stream);
+// dy of 16 bits.
+cudaError_t launch(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 // Blocks of 64 or 128 tokens, whose numbers have room in scratch; no float zeros or offsets.
 cudaError_t launch_f32(const MatmulArgs& args, const Config& config, cudaStream_t stream);
 
 // The ragged product with a plan for tiles of 64, 128 or 256 rows; those of args.x are in the plan's order.
-cudaError_t launch_ragged_f16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
-                              cudaStream_t stream);
-cudaError_t launch_ragged_bf16(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
-                               cudaStream_t stream);
+cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream);
 // Those of args.x are in their own order, and the plan's tiles have 64 or 128; args.scratch has room for all.
 cudaError_t launch_ragged_f32(const MatmulArgs& args, const ragged::Work& work, int multiprocessors,
                               cudaStream_t stream);

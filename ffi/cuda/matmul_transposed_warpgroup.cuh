@@ -39,6 +39,7 @@
 
 #include "cuda/cluster_tiles.cuh"
 #include "cuda/division.h"
+#include "cuda/either.cuh"
 #include "cuda/element.cuh"
 #include "cuda/exact_sum.cuh"
 #include "cuda/launch.h"
@@ -58,6 +59,19 @@ constexpr int kRunBytes = S::kWarps * S::kTiles * 32 * 16;  // sums of a CTA's b
 template <typename S>
 constexpr int kStoredTokens = std::min(S::kStagingTokens, S::kTokens / 2);  // by the copy engine at a time
 constexpr int kMostParts = 4;                                               // in which two CTAs exchange their sums
+
+// Of the sums, but for what undoes powers of two of float32 rows.
+template <typename S>
+__device__ __forceinline__ float unscale_of(const MatmulArgs& args) {
+  float unscale = 1.f;
+  if constexpr (S::kFloat32) {
+    unscale = S::kUnscale;
+  } else if constexpr (S::kInRegisters && !S::kTable) {
+    with_type<typename S::X>(args.x_dtype,
+                             [&](auto of) { unscale = PairConverter<typename decltype(of)::X, S::kBits>::kUnscale; });
+  }
+  return unscale;
+}
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, 1)
@@ -111,7 +125,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     bool last_split;
     if constexpr (S::kFloat32) ptx::wait_for_last_kernel();
     if constexpr (S::kMakesShifts) {
-      last_split = warp < S::kWarps + 2 ? copy_stages(cta) : prepare_shifts(cta);
+      if (warp < S::kWarps + 2) {
+        last_split = copy_stages(cta);
+      } else {
+        with_type<X>(args.x_dtype, [&](auto of) { last_split = prepare_shifts<typename decltype(of)::X>(cta); });
+      }
     } else if constexpr (S::kInRegisters) {
       last_split = copy_stages(cta);
     } else {
@@ -156,8 +174,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         table_of = of_item;
         ptx::named_sync<kConsumersBarrier, S::kConsumers * 128>();  // nobody reads the one before
         if (S::kConsumers * 128 == kTablePairs || threadIdx.x < kTablePairs) {
-          prepare_table<X, 1, kSplitTop, S::kTableRowBytes>(static_cast<const float*>(args.shift) + of_item,
-                                                            shared + S::kTableAt, static_cast<int>(threadIdx.x));
+          with_type<X>(args.x_dtype, [&](auto of) {
+            prepare_table<typename decltype(of)::X, 1, kSplitTop, S::kTableRowBytes>(
+                static_cast<const float*>(args.shift) + of_item, shared + S::kTableAt, static_cast<int>(threadIdx.x));
+          });
         }
         ptx::named_sync<kConsumersBarrier, S::kConsumers * 128>();
       }
@@ -176,7 +196,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         }
         return value;
       }
-      return sum * S::kUnscale;
+      return sum * unscale_of<S>(args);
     };
     RingPosition<kStages> at;
     float acc[S::kTiles * S::kParts][S::kColumns / 2];
@@ -201,11 +221,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     };
     // Two runs, rounded and in rows of 64 inputs.
     const auto stage = [&](int tile, int to, const float* first, const float* second) {
+      const float unscale = unscale_of<S>(args);
       uint32_t pairs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* const two = (i < 2 ? first : second) + i % 2 * 2;
-        pairs[i] = from_float2<X>(two[0] * S::kUnscale, two[1] * S::kUnscale);
+        pairs[i] = round_two<X>(args.x_dtype, two[0] * unscale, two[1] * unscale);
       }
       const int chunk = (input_of(tile) / 8 % 8 + lane / 8 % 2) ^ (lane % 8);
       ptx::store_matrices_transposed(
@@ -221,12 +242,12 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         const int64_t k = item.k0 + warpgroup * S::kTiles * 64 + chunk * 8;
         if (k >= args.k) continue;
         const uint8_t* from = staging + (chunk / 8 * S::kStagingTokens + token) * 128 + (chunk % 8 ^ (token % 8)) * 16;
-        X* const to = static_cast<X*>(args.y) + source.row(item, first + token) * args.k + k;
+        uint16_t* const to = static_cast<uint16_t*>(args.y) + source.row(item, first + token) * args.k + k;
         if (params.rows_of_16_bytes) {
           *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
         } else {
 #pragma unroll 1
-          for (int j = 0; j < 8 && k + j < args.k; ++j) to[j] = reinterpret_cast<const X*>(from)[j];
+          for (int j = 0; j < 8 && k + j < args.k; ++j) to[j] = reinterpret_cast<const uint16_t*>(from)[j];
         }
       }
     };
@@ -245,9 +266,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
             places[i] = static_cast<int>(source.row(item, min(first + 16 * i + me.stored_row(), item.rows - 1)));
           }
         };
+        const float unscale = unscale_of<S>(args);
         const auto pack = [&](int i) {
           const float* const two = sums_of(0, i / 4) + i % 4;
-          return from_float2<X>(two[0] * S::kUnscale, two[1] * S::kUnscale);
+          return round_two<X>(args.x_dtype, two[0] * unscale, two[1] * unscale);
         };
         find_places(0);
         me.template store_placed<S::kTokens, kAtOnce>(static_cast<int>(args.k), static_cast<uint16_t*>(args.y),
@@ -273,6 +295,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         float4* const fours = reinterpret_cast<float4*>(staging);
         const int row = own / 16, four = own % 16, order = row / 2 % 4 * 2;
         const int64_t k = item.k0 + warpgroup * 64 + four * 4;
+        const float unscale = unscale_of<S>(args);
 #pragma unroll
         for (int first = 0; first < S::kTokens; first += kAtOnce) {
           if (first >= item.rows) break;
@@ -281,7 +304,7 @@ __global__ void __launch_bounds__(S::kThreads, 1)
           for (int i = 0; i < kAtOnce / 8 * 4; ++i) {
             const int input = own_warp * 16 + i % 4 / 2 * 8 + own_g;
             float4* const to = fours + (i / 4 * 8 + 2 * own_t + i % 2) * 16 + (input / 4 ^ own_t * 2);
-            reinterpret_cast<float*>(to)[input % 4] = sums_of(0, first / 8 + i / 4)[i % 4] * S::kUnscale;
+            reinterpret_cast<float*>(to)[input % 4] = sums_of(0, first / 8 + i / 4)[i % 4] * unscale;
           }
           int64_t places[kEach];
 #pragma unroll
@@ -332,7 +355,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
         with_rows<S>(item, [&](auto rows) {
           if constexpr (S::kInRegisters) {
             float sums[S::kTiles][rows.value / 2];
-            multiply_stages_in_registers<rows.value>(cta, item, at, sums);
+            with_type<X>(args.x_dtype, [&](auto of) {
+              multiply_stages_in_registers<typename decltype(of)::X, rows.value>(cta, item, at, sums);
+            });
 #pragma unroll
             for (int tile = 0; tile < S::kTiles; ++tile) {
               ptx::keep(sums[tile]);
@@ -342,7 +367,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
               }
             }
           } else {
-            multiply_stages<rows.value>(cta, item, at, acc);
+            with_type<X>(args.x_dtype,
+                         [&](auto of) { multiply_stages<typename decltype(of)::X, rows.value>(cta, item, at, acc); });
           }
         });
       }
@@ -634,19 +660,19 @@ cudaError_t with_block(int tokens, Launch&& launch) {
 }
 
 // Calls `launch` with a null pointer to the kernel's shape for blocks of `tokens` tokens.
-template <typename Source, typename X, typename Launch>
+template <typename Source, typename Launch>
 cudaError_t with_shape(const MatmulArgs& args, int tokens, Launch&& launch) {
   const int log2 = log2_group_blocks(args);
   const auto with_groups = [&](auto bits, auto tokens) {
-    return log2 == 0 || log2 == 1 ? launch(static_cast<SharedShape<Source, X, bits.value, tokens.value, 4>*>(nullptr))
-                                  : launch(static_cast<SharedShape<Source, X, bits.value, tokens.value, 1>*>(nullptr));
+    return log2 == 0 || log2 == 1 ? launch(static_cast<SharedShape<Source, bits.value, tokens.value, 4>*>(nullptr))
+                                  : launch(static_cast<SharedShape<Source, bits.value, tokens.value, 1>*>(nullptr));
   };
   const auto with_tokens = [&](auto bits) {
     return with_block(tokens, [&](auto tokens) { return with_groups(bits, tokens); });
   };
   if (args.shift_mode == ShiftMode::kTable) {
     return with_block(tokens, [&](auto tokens) {
-      return launch(static_cast<SharedShape<Source, X, 4, tokens.value, 4, true>*>(nullptr));
+      return launch(static_cast<SharedShape<Source, 4, tokens.value, 4, true>*>(nullptr));
     });
   }
   return args.bits == 4 ? with_tokens(std::integral_constant<int, 4>{}) : with_tokens(std::integral_constant<int, 8>{});
@@ -667,10 +693,20 @@ Params<Source> make_params(const MatmulArgs& args) {
 }
 
 // The same for weights in registers, of kBits.
-template <typename Source, typename X, int kBits, int kTokens, typename Launch>
+template <typename Source, int kBits, int kTokens, typename Launch>
 cudaError_t with_register_codes(const MatmulArgs& args, Launch&& launch) {
   const auto with = [&](auto codes) {
-    return launch(static_cast<RegisterShape<Source, X, kBits, kTokens, codes.value>*>(nullptr));
+    const auto with_type = [&](auto* x) {
+      using X = std::remove_pointer_t<decltype(x)>;
+      return launch(static_cast<RegisterShape<Source, X, kBits, kTokens, codes.value>*>(nullptr));
+    };
+    // Loops for several numbers of rows leave no registers for those of two types.
+    if constexpr (Source::kAnyRows) {
+      return args.x_dtype == DType::kF16 ? with_type(static_cast<__half*>(nullptr))
+                                         : with_type(static_cast<__nv_bfloat16*>(nullptr));
+    } else {
+      return with_type(static_cast<Either*>(nullptr));
+    }
   };
   switch (args.shift_mode) {
     case ShiftMode::kZeros:
@@ -684,25 +720,16 @@ cudaError_t with_register_codes(const MatmulArgs& args, Launch&& launch) {
       return with(std::integral_constant<RegisterCodes, RegisterCodes::kSymmetric>{});
   }
 }
-template <typename X, typename Launch>
+template <typename Launch>
 cudaError_t with_register_shape(const MatmulArgs& args, int tokens, Launch&& launch) {
   const auto with_bits = [&](auto tokens) {
     constexpr int kTokens = tokens.value;
     if constexpr (kTokens <= most_register_tokens(8)) {
-      if (args.bits == 8) return with_register_codes<Consecutive, X, 8, kTokens>(args, launch);
+      if (args.bits == 8) return with_register_codes<Consecutive, 8, kTokens>(args, launch);
     }
-    return args.bits == 4 ? with_register_codes<Consecutive, X, 4, kTokens>(args, launch) : cudaErrorInvalidValue;
+    return args.bits == 4 ? with_register_codes<Consecutive, 4, kTokens>(args, launch) : cudaErrorInvalidValue;
   };
   return tokens == 32 ? with_bits(std::integral_constant<int, 32>{}) : with_block(tokens, with_bits);
-}
-
-template <typename X>
-cudaError_t launch_typed(const MatmulArgs& args, const Config& config, cudaStream_t stream) {
-  const auto launch = [&](auto* s) {
-    return launch_shape<std::remove_pointer_t<decltype(s)>>(make_params<Consecutive>(args), config, stream);
-  };
-  return in_registers(args) ? with_register_shape<X>(args, config.tokens, launch)
-                            : with_shape<Consecutive, X>(args, config.tokens, launch);
 }
 
 }  // namespace wonly::transposed_warpgroup

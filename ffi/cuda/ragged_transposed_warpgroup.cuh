@@ -66,8 +66,8 @@ struct Spans {
   }
 };
 
-// `dy`: what the kernel multiplies, rows in the plan's order, of X. `with_shape`: calls what it is given with a null
-// pointer to the kernel's shape.
+// `dy`: what the kernel multiplies, rows in the plan's order, of 16 bits. `with_shape`: calls what it is given with a
+// null pointer to the kernel's shape.
 template <typename WithShape>
 cudaError_t launch_spans(Params<Spans> params, MatmulArgs dy, const ragged::Work& work, int multiprocessors,
                          cudaStream_t stream, WithShape&& with_shape) {
@@ -97,15 +97,6 @@ cudaError_t launch_spans(Params<Spans> params, MatmulArgs dy, const ragged::Work
     shape.shared_bytes = S::kSharedBytes;
     shape.early = S::kFloat32;
     return launch_kernel(transposed_warpgroup_matmul<S>, shape, stream, params, map, map, map);
-  });
-}
-
-template <typename X>
-cudaError_t launch_ragged(const MatmulArgs& args, const ragged::Work& work, int multiprocessors, cudaStream_t stream) {
-  return launch_spans(make_params<Spans>(args), args, work, multiprocessors, stream, [&](auto&& launch) {
-    if (!experts_in_registers(args)) return with_shape<Spans, X>(args, work.tile_rows, launch);
-    return with_block(work.tile_rows,
-                      [&](auto rows) { return with_register_codes<Spans, X, 4, rows.value>(args, launch); });
   });
 }
 

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/either.cuh"
 #include "cuda/element.cuh"
 #include "cuda/pair_table.cuh"
 #include "cuda/ring.cuh"
@@ -115,7 +116,6 @@ struct RegisterShape {
   static constexpr int kRingBytes = kTableAt - kBarrierBytes;
   static constexpr int kStages = std::min(kRingBytes / kStageBytes, kMostStages);
   static constexpr int kSharedBytes = kMostSharedBytes;
-  static constexpr float kUnscale = kTable ? 1.f : PairConverter<X, kBits>::kUnscale;
   // At a stage: who copies, and a warp that makes something of zeros or offsets.
   static constexpr int kArrivals = kMakesShifts ? 2 + ptx::kArrivals : 2;
   static_assert(kTableAt % 1024 == 0);
@@ -279,9 +279,8 @@ __device__ __forceinline__ bool copy_stages(const Cta<S>& cta) {
 // Makes of the zeros of the ring's stages what is added to codes, or of its offsets what is to weights, in two warps;
 // whether the last item was split. Each has every second slot, not every second stage: in a ring of an odd number of
 // slots it would come to one in every second phase, and a wait does not tell a phase from the one before the last.
-template <typename S>
+template <typename X, typename S>
 __device__ __forceinline__ bool prepare_shifts(const Cta<S>& cta) {
-  using X = typename S::X;
   using C = PairConverter<X, S::kBits>;
   constexpr int kPairs = S::kOutputs / 2;  // of a row
   const int pairs = groups_of_block<S>(cta.params) * kPairs;
@@ -312,11 +311,11 @@ __device__ __forceinline__ bool prepare_shifts(const Cta<S>& cta) {
 }
 
 // Adds the products of an item's stages up, of its first kRows rows.
-template <int kRows, typename S>
+template <typename X, int kRows, typename S>
 __device__ __forceinline__ void multiply_stages_in_registers(const Cta<S>& cta, const Item& item,
                                                              RingPosition<S::kStages>& at,
                                                              float (&acc)[S::kTiles][kRows / 2]) {
-  using C = PairConverter<typename S::X, S::kBits>;
+  using C = PairConverter<X, S::kBits>;
   using F = Fragments<S>;
   const F fragments(cta.warp);
   const int scales_at =

@@ -21,10 +21,10 @@ namespace wonly::transposed_warpgroup {
 constexpr int kWeightBytes = 128 * kRunN * 2;
 
 // kTable: codes index a table.
-template <typename Source_, typename X_, int kBits_, int kTokens_, int kGroups_, bool kTable_ = false>
+template <typename Source_, int kBits_, int kTokens_, int kGroups_, bool kTable_ = false>
 struct SharedShape {
   using Source = Source_;
-  using X = X_;
+  using X = Either;
   static constexpr bool kInRegisters = false, kFloat32 = false, kMakesShifts = false;
   static constexpr bool kTable = kTable_, kZeros = false;
   static constexpr int kBits = kBits_;
@@ -50,7 +50,6 @@ struct SharedShape {
   static constexpr int kStagingAt = kBarrierBytes + kRingBytes;
   static constexpr int kSourceAt = kStagingAt + kConsumers * kStagingBytes;
   static constexpr int kSharedBytes = kSourceAt + Source::kSharedBytes;
-  static constexpr float kUnscale = 1.f;                    // of the sums
   static constexpr int kArrivals = 4 * ptx::kArrivals + 1;  // at a stage: those who convert, and one of them for dy
   static_assert(kSharedBytes <= kMostSharedBytes && kStages >= 2 * kProducers);
 };
@@ -187,10 +186,17 @@ __device__ __forceinline__ void raw_to_float(float (&to)[kCount], const uint32_t
   }
 }
 
+// For Convert of rounded_weights.cuh.
+template <typename X_>
+struct OfTable {
+  using X = X_;
+  static constexpr int kBits = 4;
+  static constexpr bool kZeros = false, kTable = true;
+};
+
 // Fills the ring; whether the last item was split.
 template <typename S>
 __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
-  using X = typename S::X;
   const auto& params = cta.params;
   const MatmulArgs& args = params.args;
   // Warpgroup p of the producers converts every kProducers-th stage, the p-th first; its warp w outputs 16w .. 16w
@@ -277,10 +283,11 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
   };
   [[maybe_unused]] ByteTable table;
   [[maybe_unused]] int64_t table_at = -1;  // which that is
-  const auto convert = [&](const Packed& packed, uint8_t* weights, auto simple) {
+  const auto convert = [&](const Packed& packed, uint8_t* weights, auto simple, auto of) {
+    using X = typename decltype(of)::X;
     if constexpr (S::kTable) {
       if (const int64_t at = packed.weights * args.shift_batch_stride; at != table_at) {
-        table = wonly::Convert<S>::table(static_cast<const float*>(args.shift) + at);
+        table = wonly::Convert<OfTable<X>>::table(static_cast<const float*>(args.shift) + at);
         table_at = at;
       }
     }
@@ -348,11 +355,13 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
       cta.copy_dy(slot, packed.n0, packed.row, packed.rows, packed.batch, packed.split);
     }
     __syncwarp();
-    if (params.simple) {
-      convert(packed, weights, std::true_type{});
-    } else {
-      convert(packed, weights, std::false_type{});
-    }
+    with_type<typename S::X>(args.x_dtype, [&](auto of) {
+      if (params.simple) {
+        convert(packed, weights, std::true_type{}, of);
+      } else {
+        convert(packed, weights, std::false_type{}, of);
+      }
+    });
     ptx::fence_shared_for_async();
     ptx::warp_arrive(cta.full + slot, lane);
     slot += S::kProducers;
@@ -381,7 +390,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
 }
 
 // Adds the products of an item's stages up, of its first kRows rows.
-template <int kRows, typename S>
+template <typename X, int kRows, typename S>
 __device__ __forceinline__ void multiply_stages(const Cta<S>& cta, const Item& item, RingPosition<S::kStages>& at,
                                                 float (&acc)[S::kParts][S::kColumns / 2]) {
   const int warpgroup = cta.warp / 4;
@@ -402,7 +411,7 @@ __device__ __forceinline__ void multiply_stages(const Cta<S>& cta, const Item& i
           constexpr int kColumns = std::min(kLeft, S::kColumns);
           auto& sums = reinterpret_cast<float (&)[kColumns / 2]>(acc[kPart]);
           const uint64_t of_part = dy + (kPart * S::kColumns * kRunN * 2 >> 4);
-          if constexpr (Arithmetic<typename S::X>::kBf16) {
+          if constexpr (Arithmetic<X>::kBf16) {
             ptx::WgmmaShared<kColumns>::bf16(sums, weights + offset, of_part + offset, accumulate);
           } else {
             ptx::WgmmaShared<kColumns>::f16(sums, weights + offset, of_part + offset, accumulate);
