@@ -795,8 +795,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     RingPosition<S::kStages> at;
     // Those who copy meet when they have at hand what the first copies are asked for with. For those who multiply, who
     // may have a table to prepare, they need not wait; as warps may end before those come, it is a barrier that counts.
+    // Where racecheck watches all wait: it may not follow a barrier that some do not wait at.
     const auto meet = [&] {
-      if constexpr (S::kMakesSums) {
+      if constexpr (S::kMakesSums || kArrivals > 1) {
         ptx::named_sync<kOfAll, S::kThreads>();
       } else {
         ptx::named_sync<kOfProducers, S::kProducers * 128>();
