@@ -318,9 +318,8 @@ def test_float32(monkeypatch, warpgroups):
         copied = _abi.aligned_rows_scratch(batch * k // group_size, -(-n // 16) * 16, sizes) if odd else 0
         sums = -(-k // 128) * max(1, 128 // group_size) if shift == jnp.float32 else 0
         pieces = batch * (rows * (k + 1 + sums) + (3 * (sums + 1) if sums else 0))
-        needs = name == "matmul_warpgroup" or _cuda_dispatch._in_token_tiles(
-            product, name
-        )  # which are compared with it
+        # Tiles of tokens are compared with it.
+        needs = name == "matmul_warpgroup" or _cuda_dispatch._in_token_tiles(product, name)
         assert words == (pieces + copied if needs else 0)
         return name
 

@@ -696,16 +696,16 @@ Params<Source> make_params(const MatmulArgs& args) {
 template <typename Source, int kBits, int kTokens, typename Launch>
 cudaError_t with_register_codes(const MatmulArgs& args, Launch&& launch) {
   const auto with = [&](auto codes) {
-    const auto with_type = [&](auto* x) {
+    const auto of_type = [&](auto* x) {
       using X = std::remove_pointer_t<decltype(x)>;
       return launch(static_cast<RegisterShape<Source, X, kBits, kTokens, codes.value>*>(nullptr));
     };
     // Loops for several numbers of rows leave no registers for those of two types.
     if constexpr (Source::kAnyRows) {
-      return args.x_dtype == DType::kF16 ? with_type(static_cast<__half*>(nullptr))
-                                         : with_type(static_cast<__nv_bfloat16*>(nullptr));
+      return args.x_dtype == DType::kF16 ? of_type(static_cast<__half*>(nullptr))
+                                         : of_type(static_cast<__nv_bfloat16*>(nullptr));
     } else {
-      return with_type(static_cast<Either*>(nullptr));
+      return of_type(static_cast<Either*>(nullptr));
     }
   };
   switch (args.shift_mode) {

@@ -254,13 +254,8 @@ struct Convert {
   }
 };
 
-// For Convert of rounded_weights.cuh.
-template <typename X_, int kBits_, bool kZeros_>
-struct RoundedShape {
-  using X = X_;
-  static constexpr int kBits = kBits_;
-  static constexpr bool kZeros = kZeros_, kTable = false;
-};
+template <typename X, int kBits, bool kZeros>
+using RoundedShape = ConvertShape<X, kBits, kZeros ? Codes::kWithZeros : Codes::kNumbers>;
 
 // A operands of the steps of 16 inputs that half a vector of a lane's words holds: 2 for int4, 1 for int8.
 template <typename X, int kBits>

@@ -23,6 +23,14 @@ struct alignas(16) Affine {
 
 enum class Codes { kNumbers, kWithZeros, kOfTable };
 
+// What Convert asks of a kernel's shape, where that is not of one type and one kind of codes.
+template <typename X_, int kBits_, Codes kCodes>
+struct ConvertShape {
+  using X = X_;
+  static constexpr int kBits = kBits_;
+  static constexpr bool kZeros = kCodes == Codes::kWithZeros, kTable = kCodes == Codes::kOfTable;
+};
+
 // The type of an array of shifts that is not there.
 struct NoShift {
   __device__ operator float() const { return 0.f; }

@@ -186,14 +186,6 @@ __device__ __forceinline__ void raw_to_float(float (&to)[kCount], const uint32_t
   }
 }
 
-// For Convert of rounded_weights.cuh.
-template <typename X_>
-struct OfTable {
-  using X = X_;
-  static constexpr int kBits = 4;
-  static constexpr bool kZeros = false, kTable = true;
-};
-
 // Fills the ring; whether the last item was split.
 template <typename S>
 __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
@@ -287,7 +279,7 @@ __device__ __forceinline__ bool convert_stages(const Cta<S>& cta) {
     using X = typename decltype(of)::X;
     if constexpr (S::kTable) {
       if (const int64_t at = packed.weights * args.shift_batch_stride; at != table_at) {
-        table = wonly::Convert<OfTable<X>>::table(static_cast<const float*>(args.shift) + at);
+        table = wonly::Convert<ConvertShape<X, 4, Codes::kOfTable>>::table(static_cast<const float*>(args.shift) + at);
         table_at = at;
       }
     }
