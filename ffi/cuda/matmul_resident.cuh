@@ -60,6 +60,7 @@ using warpgroup::look_up_half;
 constexpr int kReceivedAt = 512;  // in the kilobyte of barriers: that of the cluster's sums
 constexpr int kCopiedAt = 256;    // and those of pieces of float32 activations before they are split
 constexpr int kEmptyAt = 384;     // and of pieces in whose place another comes
+constexpr int kSummedAt = 520;    // that of the warps that add activations up, where racecheck watches
 constexpr int kUndoAt = 768;      // behind them what undoes a table's power of two
 static_assert(kTableBytes == kTablePairs * kWideRowBytes);
 constexpr int kThreads = kWarps * 32;       // that multiply
@@ -474,7 +475,15 @@ __device__ __forceinline__ void add_shifts(const Params& params, uint8_t* shared
       if (ends) ptx::warp_arrive(reinterpret_cast<uint64_t*>(shared + kEmptyAt) + slot, lane);
     }
   }
-  ptx::named_sync<kSumsBarrier, kShiftWarps * 32>();
+  // All sums are there. racecheck takes a named barrier of these warps for the end of the one that the others have come
+  // to (docs/performance.md).
+  if constexpr (ptx::kArrivals > 1) {
+    uint64_t* const summed = reinterpret_cast<uint64_t*>(shared + kSummedAt);
+    ptx::barrier_arrive(summed);
+    ptx::barrier_wait(summed, 0);
+  } else {
+    ptx::named_sync<kSumsBarrier, kShiftWarps * 32>();
+  }
   if (strips.log2_cluster > 0) ptx::cluster_wait();
 
   // Where this lane's rows for ldmatrix are: of sums, two numbers of them, and of an item.
@@ -714,6 +723,8 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       if (S::kTurns) ptx::barrier_init(empty + i, (kWarps + (S::kSums ? kShiftWarps : 0)) * ptx::kArrivals);
     }
     ptx::barrier_init(received, 1);
+    if (S::kSums && ptx::kArrivals > 1)
+      ptx::barrier_init(reinterpret_cast<uint64_t*>(shared + kSummedAt), kShiftWarps * 32);
     ptx::barrier_init_fence();
 #pragma unroll 1
     for (int i = 0; i < (S::kLater ? min(slots, S::kFirstPieces) : slots); ++i) copy_piece(i, i);
@@ -812,6 +823,9 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
     const int row = (team * kChunks + chunk) * rows + (S::kSplit ? min(lane % 8, rows - 1) : lane % 8);
     of_chunk[chunk] = ptx::shared_address(x + row * 128 + (lane / 8 ^ row % 8) * 16);
   }
+  // Of columns that nobody stores it does not matter what they are multiplied by, so the second eight are simply the
+  // rows behind the first, which others may be splitting. Where racecheck watches they are rows that there are.
+  const uint32_t second_eight = ptx::kArrivals == 1 || 8 + lane % 8 < rows ? 1024 : 0;
   const uint32_t stage_step = kTeams * kChunks * rows * 128;
   const uint32_t of_factors = ptx::shared_address(factors + team * S::kFactors + t);
   const uint32_t table = ptx::shared_address(shared + kBarrierBytes);
@@ -898,7 +912,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
 #pragma unroll
               for (int eight = 0; eight < kColumns / 8; ++eight) {
                 uint32_t inputs[4];
-                ptx::load_matrices(inputs, (of_chunk[block / 2] ^ block % 2 * 64) + stage_at + eight * 1024);
+                ptx::load_matrices(inputs, (of_chunk[block / 2] ^ block % 2 * 64) + stage_at + eight * second_eight);
                 float (&to)[4] = *reinterpret_cast<float (*)[4]>(part_sums[block / kChainBlocks] + 4 * eight);
 #pragma unroll
                 for (int step = 0; step < 2; ++step) {

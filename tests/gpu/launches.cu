@@ -2,7 +2,7 @@
 // of odd shapes, of every type and scheme, some for each kernel and configuration that is chosen between. What comes
 // out is tested elsewhere; here it only has to be the same twice.
 //
-//   launches [EVERY]    one case in EVERY, and how many there were
+//   launches [EVERY [PART PARTS]]    one case in EVERY, and how many there were; of those one part of PARTS, from 0
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -35,7 +35,7 @@ namespace {
 
 constexpr DType kTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
 uint64_t state = 1;
-int every = 1, seen = 0, cases = 0, wrong = 0;
+int every = 1, part = 0, parts = 1, seen = 0, chosen = 0, cases = 0, wrong = 0;
 
 uint32_t random_word() {
   state = state * 6364136223846793005ull + 1442695040888963407ull;
@@ -86,6 +86,7 @@ class Case {
   template <typename Launch>
   void run(const char* what, const void* result, int64_t bytes, Launch&& launch) {
     if (!runs_) return;
+    std::fprintf(stderr, "%s, case %d\n", what, seen);  // which one does not end
     std::vector<uint8_t> first(bytes), second(bytes);
     for (std::vector<uint8_t>* to : {&first, &second}) {
       CHECK(launch());
@@ -102,7 +103,8 @@ class Case {
 
  private:
   // By a hash: schemes, strides and directions go by the number of the case too.
-  bool runs_ = (static_cast<uint32_t>(++seen) * 2654435761u >> 16) % static_cast<uint32_t>(every) == 0;
+  bool runs_ = (static_cast<uint32_t>(++seen) * 2654435761u >> 16) % static_cast<uint32_t>(every) == 0 &&
+               chosen++ % parts == part;
   std::vector<void*> buffers_;
 };
 
@@ -449,6 +451,7 @@ void conversions() {
 
 int main(int argc, char** argv) {
   if (argc > 1) every = std::max(1, std::atoi(argv[1]));
+  if (argc > 3) part = std::atoi(argv[2]), parts = std::max(1, std::atoi(argv[3]));
   products();
   transposed_products();
   ragged_products();
