@@ -60,13 +60,11 @@ template <typename S>
 constexpr int kStoredTokens = std::min(S::kStagingTokens, S::kTokens / 2);  // by the copy engine at a time
 constexpr int kMostParts = 4;                                               // in which two CTAs exchange their sums
 
-// Of the sums, but for what undoes powers of two of float32 rows.
+// Of the sums of rows of 16 bits.
 template <typename S>
 __device__ __forceinline__ float unscale_of(const MatmulArgs& args) {
   float unscale = 1.f;
-  if constexpr (S::kFloat32) {
-    unscale = S::kUnscale;
-  } else if constexpr (S::kInRegisters && !S::kTable) {
+  if constexpr (!S::kFloat32 && S::kInRegisters && !S::kTable) {
     with_type<typename S::X>(args.x_dtype,
                              [&](auto of) { unscale = PairConverter<typename decltype(of)::X, S::kBits>::kUnscale; });
   }

@@ -31,15 +31,12 @@ layer = 2 * size * size
 jax.block_until_ready(nnx.state(model))
 peak = stats()["peak_bytes_in_use"]
 assert peak <= dense + layer, (peak, dense, layer)
-held = sum(array.nbytes for array in jax.live_arrays())
-assert held <= report.bytes_after + 2**16, (held, report)
-# Less than another layer. The allocator counts what it has given, which may be nearly twice what was asked for.
-most = dense - count * layer + report.bytes_after + layer // 2
+most = dense - count * layer + report.bytes_after + 2**22
 for _ in range(100):  # what programs held is let go by another thread, after they have ended
     if (after := stats()["bytes_in_use"]) <= most:
         break
     time.sleep(0.05)
-assert after <= most, (after, most)
+assert after <= most, (after, most, sum(array.nbytes for array in jax.live_arrays()))
 """
 
 

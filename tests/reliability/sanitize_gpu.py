@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,8 @@ def watched(tool: str, words: list[str], *options: str) -> tuple[int, str]:
     if result.returncode and not errors:
         errors = 1
     if errors:
-        found_there = [line for line in result.stdout.splitlines() if "Host Frame" not in line]
-        print("\n".join(found_there)[:20_000], result.stderr[-2000:])
+        lines = [line for line in result.stdout.splitlines() if "Host Frame" not in line]
+        print("\n".join(lines)[:20_000], result.stderr[-2000:])
     return errors, result.stdout
 
 
@@ -47,11 +46,6 @@ def counted(output: str, failures: int) -> dict[str, int]:
     done = re.findall(r"(\d+) cases, (\d+) (?:wrong|failures)", output)
     cases, wrong = map(int, done[-1]) if done else (0, 1)
     return {"cases": cases, "failures": failures + wrong}
-
-
-def added(rows: Iterable[dict[str, int]]) -> dict[str, int]:
-    rows = list(rows)
-    return {key: sum(row[key] for row in rows) for key in ("cases", "failures")}
 
 
 def program(name: str, variable: str) -> str:
@@ -78,8 +72,9 @@ def launches(tool: str, options: argparse.Namespace) -> dict[str, Any]:
         return counted(output, errors)
 
     with ThreadPoolExecutor(len(parts)) as pool:
-        counts = added(pool.map(run, parts))
-    return {"what": "every kernel as the custom calls launch it, odd shapes; the same bits twice", **counts}
+        rows = list(pool.map(run, parts))
+    what = "every kernel as the custom calls launch it, odd shapes; the same bits twice"
+    return {"what": what} | {key: sum(row[key] for row in rows) for key in ("cases", "failures")}
 
 
 def self_test(tool: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -135,6 +130,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--inner", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", default="reliability-gpu-sanitizer.json")
     options = parser.parse_args(words)
+    if options.of < 1 or not all(0 <= part < options.of for part in options.parts or ()):
+        parser.error(f"--parts {options.parts} --of {options.of}: parts are from 0 to one less than there are")
     if options.inner:
         return inner(options.examples)
     if shutil.which("compute-sanitizer") is None:
