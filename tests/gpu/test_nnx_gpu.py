@@ -1,5 +1,6 @@
 """Quantizing an nnx model on a GPU: layers, lookups, and the peak of device memory."""
 
+import os
 import subprocess
 import sys
 
@@ -31,7 +32,7 @@ layer = 2 * size * size
 jax.block_until_ready(nnx.state(model))
 peak = stats()["peak_bytes_in_use"]
 assert peak <= dense + layer, (peak, dense, layer)
-most = dense - count * layer + report.bytes_after + 2**22
+most = dense - count * layer + report.bytes_after + 2**16
 for _ in range(100):  # what programs held is let go by another thread, after they have ended
     if (after := stats()["bytes_in_use"]) <= most:
         break
@@ -45,7 +46,10 @@ assert after <= most, (after, most, sum(array.nbytes for array in jax.live_array
 def test_peak_memory_is_the_dense_model_and_one_layer(bits):
     # In a process of its own, for the peak is that since its start.
     script = PEAK.replace("{bits}", str(bits))
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    # CUDA's allocator: JAX's own counts the free space that it does not split off of up to twice what was asked for.
+    counted = {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | counted)
     assert result.returncode == 0, result.stderr
 
 
