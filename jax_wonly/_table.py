@@ -113,7 +113,7 @@ def quantize(w: jax.Array, *, group_size: int, table: Table, scale_dtype) -> tup
     *lead, k, n = w.shape
     groups = w.astype(jnp.float32).reshape(*lead, k // group_size, group_size, n)
     largest = jnp.max(jnp.abs(groups), axis=-2, keepdims=True)
-    scales = divide(largest, jnp.float32(max(map(abs, table)))).astype(scale_dtype)
+    scales = divide(largest, jnp.float32(max(map(abs, table))), scale_dtype)
     # The barrier keeps XLA from dropping the round trip as excess precision.
     scales = lax.optimization_barrier(jnp.minimum(scales, jnp.finfo(scale_dtype).max))
     s = scales.astype(jnp.float32)

@@ -6,6 +6,7 @@ import numpy as np
 import reference
 
 import jax_wonly as jw
+from jax_wonly.primitives._common import divide
 
 
 def awkward_weight(rng, k, n, dtype) -> np.ndarray:
@@ -48,6 +49,22 @@ def check_codes(rng, *, bits, group_size, mode, dtype, scale_dtype, implementati
         np.testing.assert_array_equal(_bits(qt.offsets if mode == "offsets" else qt.zeros), _bits(shift), err_msg=mode)
     np.testing.assert_array_equal(jw.unpack(qt.qvalue, bits, k, n), codes, err_msg="codes")
     np.testing.assert_array_equal(qt.qvalue, reference.pack(codes, bits), err_msg="packed")
+
+
+QUOTIENT_DIGITS = {"float16": 11, "bfloat16": 8}
+
+
+def check_quotients(rng, dtype):
+    """Rounded to float32 and then to 16 bits, as the definition of scales and zeros says: once differs now and then."""
+    a, b = rng.normal(size=4_000_000).astype(np.float32), rng.uniform(0.5, 2, 4_000_000).astype(np.float32)
+    result = jax.jit(lambda a, b: divide(a, b, reference.DTYPES[dtype]))(a, b)
+    np.testing.assert_array_equal(_bits(result), _bits((a / b).astype(reference.DTYPES[dtype])))
+
+    def rounded(quotients):
+        fractions, exponents = np.frexp(quotients)
+        return np.ldexp(np.rint(np.ldexp(fractions, QUOTIENT_DIGITS[dtype])), exponents)
+
+    assert (rounded(a / b.astype(np.float64)) != rounded(a / b)).any()
 
 
 def _bits(a) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import reference
 from jax.test_util import check_grads
-from quantize_cases import check_codes, check_dequantize
+from quantize_cases import QUOTIENT_DIGITS, check_codes, check_dequantize, check_quotients
 from reference import DTYPES, MODES
 
 import jax_wonly as jw
@@ -30,6 +30,11 @@ def test_codes(rng, implementation, mode, bits, dtype, scale_dtype):
         scale_dtype=scale_dtype,
         implementation=implementation,
     )
+
+
+@pytest.mark.parametrize("dtype", QUOTIENT_DIGITS)
+def test_quotients_are_rounded_twice(rng, dtype):
+    check_quotients(rng, dtype)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -82,7 +82,7 @@ def _quantize(x, bits, group_size, scale_dtype):
     largest = jnp.abs(groups).max(1, keepdims=True)
     rounded = _round(divide(groups, jnp.where(largest == 0, 1, largest)) * bound)
     codes = (jnp.clip(rounded, -bound, bound) + bias_of(bits)).astype(jnp.uint8).reshape(k, n)
-    scale = divide(largest, bound).squeeze(1).astype(scale_dtype)
+    scale = divide(largest, bound, scale_dtype).squeeze(1)
     return pack(codes, bits), scale[0] if group_size == -1 else scale
 
 

@@ -100,11 +100,13 @@ def group_sums(x, groups: int):
     return x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1).sum(-1)
 
 
-def divide(a, b):
-    """float32 ``a / b``, rounded to the nearest on every platform where it is a normal number."""
+def divide(a, b, dtype=jnp.float32):
+    """float32 ``a / b``, rounded to the nearest on every platform where it is a normal number; then to ``dtype``."""
     # XLA's quotients of float32 are not: it multiplies by the reciprocal of a broadcast divisor, and on GPUs takes an
     # approximation, to which LLVM turns rounded quotients of float64 back. A product with a float64 reciprocal is left
     # alone. It is within 2**-51 of the quotient, and no quotient of two float32 numbers is within 2**-49 of halfway
     # between two others.
     with jax.enable_x64(True):
-        return (a.astype(jnp.float64) * (1 / b.astype(jnp.float64))).astype(jnp.float32)
+        quotient = (a.astype(jnp.float64) * (1 / b.astype(jnp.float64))).astype(jnp.float32)
+    # The barrier keeps XLA on GPUs from making one rounding of both.
+    return quotient if dtype == jnp.float32 else jax.lax.optimization_barrier(quotient).astype(dtype)

@@ -31,7 +31,7 @@ def _stored(x, dtype):
 
 
 def _scale(span, steps: int, dtype):
-    rounded = divide(span, jnp.float32(steps)).astype(dtype)
+    rounded = divide(span, jnp.float32(steps), dtype)
     return _stored(jnp.minimum(rounded, jnp.finfo(dtype).max), dtype)
 
 
@@ -72,7 +72,7 @@ def reference(w, *, bits: int, group_size: int, mode: QuantizeMode, scale_dtype)
             q = jnp.where(flat, z, jnp.clip(_rint(divide(w, s)) + z, 0, top))
             zeros = z.astype(jnp.uint8)
         elif mode == QuantizeMode.FLOAT_ZEROS:
-            zeros, z = _stored(divide(-lo, s), scale_dtype)
+            zeros, z = _stored(divide(-lo, s, scale_dtype), scale_dtype)
             q = jnp.where(flat, 0, jnp.clip(_rint(divide(w, s) + z), 0, top))
             constant = jnp.minimum(jnp.abs(lo).astype(scale_dtype), jnp.finfo(scale_dtype).max)
             scales = jnp.where(flat, constant, scales)

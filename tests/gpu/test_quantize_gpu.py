@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from quantize_cases import check_codes, check_dequantize
+from quantize_cases import QUOTIENT_DIGITS, check_codes, check_dequantize, check_quotients
 from reference import DTYPES, MODES
 
 import jax_wonly as jw
@@ -37,6 +37,11 @@ def test_codes_of_xla(rng, mode, bits, scale_dtype):
     """XLA's own quotients on a GPU are not rounded to the nearest."""
     shape = {"k": 256, "n": 1030, "group_size": 64}
     check_codes(rng, bits=bits, mode=mode, dtype="float32", scale_dtype=scale_dtype, implementation="xla", **shape)
+
+
+@pytest.mark.parametrize("dtype", QUOTIENT_DIGITS)
+def test_quotients_are_rounded_twice(rng, dtype):
+    check_quotients(rng, dtype)
 
 
 @pytest.mark.parametrize("mode", MODES)
