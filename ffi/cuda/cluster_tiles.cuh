@@ -177,25 +177,24 @@ struct ConsumerOf {
   // leave together; kRows at a time, 16 or some, for which `staged` has room: for all, where nobody else has anything
   // there, if it is `whole`. kColumns are whole eights. pack(i): sums i and i + 1 as they are stored; place_of(i):
   // where row 16 i + stored_row() is, from `y` on, or, with kHoles, negative if there is none. With kAnyOutputs, which
-  // asks for rows that are not known when it is compiled, their number may be no multiple of eight.
+  // asks for rows that are not known when it is compiled, their number may be no multiple of eight. kStagesAny: such
+  // rows are only staged, all of them, for the caller to store_any.
   __device__ static int stored_row() { return thread() / 8; }
-  template <int kColumns, int kRows, bool kHoles = false, bool kAnyOutputs = false, typename Pack, typename PlaceOf>
+  template <int kColumns, int kRows, bool kHoles = false, bool kAnyOutputs = false, bool kStagesAny = false,
+            typename Pack, typename PlaceOf>
   __device__ __forceinline__ void store_placed(int outputs, uint16_t* y, int64_t n0, int rows, float* staged,
-                                               Pack&& pack, PlaceOf&& place_of, bool whole = false) const {
+                                               Pack&& pack, PlaceOf&& place_of, bool whole = kStagesAny) const {
+    constexpr int kParts = (kColumns + kRows - 1) / kRows;
     uint4* chunks = reinterpret_cast<uint4*>(staged);  // [row][8 outputs], in an order without conflicts
     const int column = stored_row(), chunk = thread() % 8;
     const uint4* mine = chunks + column * 8 + (chunk ^ (column % 8));
     const int mine_to = n0 + chunk * 8 < outputs ? rows - column : 0;  // rows that this thread may write end before
     uint16_t* const to = y + n0 + chunk * 8;
     const int row_bytes = outputs * 2;
-#pragma unroll
-    for (int part = 0; part < (kColumns + kRows - 1) / kRows; ++part) {
-      const int base = part * kRows;
-      if (base >= rows) break;
-      if (!whole) sync();
+    const auto stage = [&](int part) {
 #pragma unroll
       for (int pair = 0; pair < kRows / 16; ++pair) {
-        if (base + pair * 16 >= kColumns) break;
+        if (part * kRows + pair * 16 >= kColumns) break;
         uint32_t matrices[4] = {};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -205,38 +204,62 @@ struct ConsumerOf {
         const int row = pair * 16 + lane() / 16 * 8 + lane() % 8, of_row = warp * 2 + lane() / 8 % 2;
         ptx::store_matrices_transposed(chunks + row * 8 + (of_row ^ (row % 8)), matrices);
       }
-      sync();
-      if (kAnyOutputs && outputs % 8 != 0) {
-        const int count = outputs - static_cast<int>(n0);
+    };
+    const bool any = kAnyOutputs && outputs % 8 != 0;
+    if (any && !kStagesAny) {
+      // What follows a part once, for all of them.
 #pragma unroll 1
-        for (int i = 0; i < kRows / 16 && base + i * 16 < rows - column; i += 2) {
-          const bool second = base + (i + 1) * 16 < rows - column;
-          AnyRow two[2];
+      for (int base = 0; base < rows; base += kRows) {
+        sync();
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const int at = j == 0 || second ? i + j : i;
-            two[j].to = y + static_cast<int64_t>(place_of(part * (kRows / 16) + at)) * outputs + n0;
-            two[j].from = chunks + (column + at * 16) * 8;
-            two[j].load(column % 8, chunk);
-          }
-          if (count >= kTileN) {
-            two[0].store(chunk, true);
-            two[1].store(chunk, second);
-          } else {
-            two[0].store_some(column % 8, chunk, count);
-            if (second) two[1].store_some(column % 8, chunk, count);
-          }
+        for (int part = 0; part < kParts; ++part) {
+          if (part * kRows == base) stage(part);
         }
-        if (whole) chunks += kRows * 8, mine += kRows * 8;
-        continue;
+        sync();
+        store_any(outputs, y, n0, base, min(rows, base + kRows), chunks, place_of);
       }
+      return;
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int base = part * kRows;
+      if (base >= rows) break;
+      if (!whole) sync();
+      stage(part);
+      sync();
 #pragma unroll
       for (int i = 0; i < kRows / 16; ++i) {
-        if (base + i * 16 >= kColumns) break;
+        if (any || base + i * 16 >= kColumns) break;
         const int place = place_of(part * (kRows / 16) + i);
         ptx::store_in_row(to, place, row_bytes, mine[i * 128], base + i * 16 < mine_to && (!kHoles || place >= 0));
       }
       if (whole) chunks += kRows * 8, mine += kRows * 8;
+    }
+  }
+
+  // Rows `first` to `end` - 1 of those, of any number of outputs; chunks: those of the first.
+  template <typename PlaceOf>
+  __device__ __forceinline__ static void store_any(int outputs, uint16_t* y, int64_t n0, int first, int end,
+                                                   const uint4* chunks, PlaceOf&& place_of) {
+    const int column = stored_row(), chunk = thread() % 8, count = outputs - static_cast<int>(n0);
+#pragma unroll 1
+    for (int i = 0; first + i + column < end; i += 32) {
+      const bool second = first + i + 16 + column < end;
+      AnyRow two[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int at = i + (j == 0 || second ? 16 * j : 0);
+        two[j].to = y + static_cast<int64_t>(place_of((first + at) / 16)) * outputs + n0;
+        two[j].from = chunks + (column + at) * 8;
+        two[j].load(column % 8, chunk);
+      }
+      if (count >= kTileN) {
+        two[0].store(chunk, true);
+        two[1].store(chunk, second);
+      } else {
+        two[0].store_some(column % 8, chunk, count);
+        if (second) two[1].store_some(column % 8, chunk, count);
+      }
     }
   }
 

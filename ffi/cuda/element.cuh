@@ -135,6 +135,37 @@ __device__ __forceinline__ void load_elements(const void* array, DType type, flo
   for (int i = 0; i < kCount; ++i) to[i] = from_bits(bits[i], type);
 }
 
+// `left` of them, from one on, and zeros.
+template <int kCount>
+__device__ __forceinline__ void load_some_elements(const void* array, DType type, int64_t first, int left,
+                                                   float (&to)[kCount]) {
+  uint32_t bits[kCount] = {};
+  if (type == DType::kF32) {
+    const uint32_t* const from = static_cast<const uint32_t*>(array) + first;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < left) bits[i] = from[i];
+    }
+  } else {
+    const uint16_t* const from = static_cast<const uint16_t*>(array) + first;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < left) bits[i] = from[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = from_bits(bits[i], type);
+}
+
+// Zero, of 16 bits or 32.
+__device__ __forceinline__ void store_zero(void* array, int64_t index, DType type) {
+  if (type == DType::kF32) {
+    static_cast<uint32_t*>(array)[index] = 0;
+  } else {
+    static_cast<uint16_t*>(array)[index] = 0;
+  }
+}
+
 // A uint8 array takes integers of 0 to 255.
 __device__ __forceinline__ void store_element(void* array, int64_t index, float value, DType type) {
   switch (type) {

@@ -41,21 +41,27 @@ __device__ __forceinline__ void smooth_rounded(Activation activation, float (&v)
     of_one *= ptx::reciprocal(1.f + ptx::power_of_two(of_one * fmaf(cubic, square, linear)));
   }
 }
-// Of several sums at once: one choice of function. kRounded: they are rounded to 16 bits next.
-template <bool kRounded = false, int kCount>
-__device__ __forceinline__ void apply(Activation activation, float (&v)[kCount]) {
+// Of several sums at once: one choice of function. rounded: they are rounded to 16 bits next.
+template <int kCount>
+__device__ __forceinline__ void apply(Activation activation, float (&v)[kCount], bool rounded = false) {
   if (activation == Activation::kNone) return;
-  if (is_smooth(activation)) {
-    if constexpr (kRounded) {
-      smooth_rounded(activation, v);
-    } else {
-#pragma unroll
-      for (float& of_one : v) of_one = smooth(activation, of_one);
-    }
-  } else {
+  if (!is_smooth(activation)) {
     const float high = highest(activation);
 #pragma unroll
     for (float& of_one : v) of_one = clamp(of_one, high);
+  } else if (rounded) {
+    smooth_rounded(activation, v);
+  } else {
+    // Four at a time, one after the other, as every kernel has this code: those that are next move to the front.
+    constexpr int kAtOnce = kCount < 4 ? kCount : 4;
+#pragma unroll 1
+    for (int turn = 0; turn < kCount / kAtOnce; ++turn) {
+      float done[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) done[i] = smooth(activation, v[i]);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) v[i] = i + kAtOnce < kCount ? v[i + kAtOnce] : done[i + kAtOnce - kCount];
+    }
   }
 }
 
@@ -106,14 +112,14 @@ __device__ __forceinline__ void finish(const MatmulArgs& args, int64_t batch, in
   finish(args, batch, m, n, sum, output_bias(args, batch, n));
 }
 
-// The bias of outputs n to n + kCount - 1, or zeros; beyond the last output that of the last.
+// The bias of outputs n to n + kCount - 1, or zeros.
 template <int kCount>
 __device__ __forceinline__ void load_biases(const Finish& of, int64_t n, float (&bias)[kCount]) {
 #pragma unroll
   for (float& of_one : bias) of_one = 0.f;
   if (!of.has_bias) return;
-  const int last = static_cast<int>(min(of.n - n, int64_t{kCount})) - 1;
-  load_elements(of.bias, of.bias_dtype, bias, [&](int i) { return of.first_bias + n + min(i, last); });
+  const int left = static_cast<int>(min(of.n - n, int64_t{kCount}));
+  load_some_elements(of.bias, of.bias_dtype, of.first_bias + n, left, bias);
 }
 
 // Outputs n to n + kCount - 1, 4 or 8, n a multiple of that, from sums and biases: in whole vectors where a row's
@@ -124,11 +130,7 @@ __device__ __forceinline__ void finish(const Finish& of, int64_t m, int64_t n, f
                                        const float (&bias)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) value[i] += bias[i];
-  if (kCount == 8 && of.y_dtype != DType::kF32) {
-    apply<true>(of.activation, value);
-  } else {
-    apply(of.activation, value);
-  }
+  apply(of.activation, value, kCount == 8 && of.y_dtype != DType::kF32);
   const int64_t at = (of.first_row + m) * of.n + n;
   if (of.n % kCount != 0 && of.y_dtype == DType::kF32) {
     float* const y = static_cast<float*>(of.y) + at;

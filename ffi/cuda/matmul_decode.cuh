@@ -315,9 +315,10 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     tokens = rows.rows;
     if (rows.expert < 0) {
       const int outputs = min((end_atom - first_atom) * kAtomN, static_cast<int>(args.n) - first_atom * kAtomN);
+#pragma unroll 1
       for (int i = threadIdx.x; i < outputs * tokens; i += S::kThreads) {
         const int64_t row = rows.row(i / outputs);
-        store_element(args.y, row * args.n + first_atom * kAtomN + i % outputs, 0.f, args.y_dtype);
+        store_zero(args.y, row * args.n + first_atom * kAtomN + i % outputs, args.y_dtype);
       }
       return;
     }

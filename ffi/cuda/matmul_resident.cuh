@@ -1100,7 +1100,7 @@ __global__ void __launch_bounds__(S::kAllThreads, 1)
       if (plain && params.changes_sums) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] += bias[j / 2];
-        apply<!S::kSplit>(args.activation, sum);
+        apply(args.activation, sum, !S::kSplit);
       }
       if (plain && (S::kSplit || params.outputs % 2 != 0)) {
         store_each(i, sum);

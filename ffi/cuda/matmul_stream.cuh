@@ -306,10 +306,10 @@ __global__ void __launch_bounds__(max_warps(kTokenTiles) * 32, 1)
     tokens = rows.rows;
     if (rows.expert < 0) {
       if (rank != 0) return;
+#pragma unroll 1
       for (int i = threadIdx.x; i < tokens * kRows; i += blockDim.x) {
         const int64_t n = n0 + i % kRows;
-        if (n < args.n)
-          store_element(args.y, static_cast<int64_t>(rows.row(i / kRows)) * args.n + n, 0.f, args.y_dtype);
+        if (n < args.n) store_zero(args.y, static_cast<int64_t>(rows.row(i / kRows)) * args.n + n, args.y_dtype);
       }
       return;
     }

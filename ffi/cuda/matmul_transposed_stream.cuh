@@ -276,9 +276,10 @@ __global__ void __launch_bounds__(kMostWarps * 32, most_ctas(kTokenTiles, sizeof
     __syncthreads();
     if (span.expert < 0) {
       if (rank != 0) return;
+#pragma unroll 1
       for (int i = threadIdx.x; i < tokens * kStripK; i += blockDim.x) {
         const int64_t k = k0 + i % kStripK;
-        if (k < args.k) store_element(args.y, rows[i / kStripK] * args.k + k, 0.f, args.y_dtype);
+        if (k < args.k) store_zero(args.y, rows[i / kStripK] * args.k + k, args.y_dtype);
       }
       return;
     }

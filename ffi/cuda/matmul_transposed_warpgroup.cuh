@@ -332,9 +332,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
       Item item = source.item(index, rank);
       if (item.weights < 0) {
         const int inputs = static_cast<int>(min(args.k - item.k0, static_cast<int64_t>(S::kBlockK)));
+#pragma unroll 1
         for (int i = warp; i < item.rows; i += S::kWarps) {
           const int64_t to = source.row(item, i) * args.k + item.k0;
-          for (int k = lane; k < inputs; k += 32) store_element(args.y, to + k, 0.f, args.y_dtype);
+#pragma unroll 1
+          for (int k = lane; k < inputs; k += 32) store_zero(args.y, to + k, args.y_dtype);
         }
         continue;
       }

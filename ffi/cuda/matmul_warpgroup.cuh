@@ -513,62 +513,48 @@ struct Share {
   float4* partial;  // of this rank
 };
 
-// Stores sums of kTokens tokens and a bias, rounded, by way of `staged`, of which there are `rows`. y: of token m0. In
-// parts, so that the first leave while the next are rounded.
-template <typename X, int kTokens, int kWarpgroups>
-__device__ __forceinline__ void store_rows(const tiles::ConsumerOf<kWarpgroups>& me, const float (&sums)[kTokens / 2],
-                                           float unscale, const float (&bias)[2], int cluster, int rank, int rows,
-                                           uint8_t* staged, uint16_t* y, int n0, int outputs) {
-  const auto pack = [&](int i) {
-    return from_float2<X>(fmaf(sums[i], unscale, bias[i % 4 / 2]), fmaf(sums[i + 1], unscale, bias[i % 4 / 2]));
-  };
-  const int block = me.stored_row() / 8 * cluster + rank;
-  me.template store_placed<kTokens, kStoredTokens, false, true>(
-      outputs, y, n0, rows, reinterpret_cast<float*>(staged), pack,
-      [&](int i) { return (block + 2 * i * cluster) * 8 + me.stored_row() % 8; }, true);
-}
-
-// By a warpgroup: adds up the sums of the cluster's CTAs, which the threads here hold as accumulators lie, of kMost
-// tokens at most, and stores them.
-template <int kWarpgroups, int kMost, bool kTeams, typename Store>
-__device__ __forceinline__ void finish_rows(const tiles::ConsumerOf<kWarpgroups>& me, const Share& share,
-                                            const uint8_t* ring, Store&& store) {
-  constexpr int kRows = kWarpgroups * kTileN;
-  float sums[kMost / 2] = {};  // beyond those of this rank there are other numbers
+// By a warpgroup: the sums of all of the cluster's CTAs, which the threads here hold as accumulators lie, of the tokens
+// that this one finishes; behind them are other numbers. False where the other team finishes them.
+template <typename S>
+__device__ __forceinline__ bool add_up(const tiles::ConsumerOf<S::kWarpgroups>& me, const Share& share,
+                                       const uint8_t* ring, float (&sums)[S::kMostOfRank / 2]) {
+  constexpr int kBlocks = S::kMostOfRank / 8;
+#pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) sums[i] = 0.f;
   const float4* from = reinterpret_cast<const float4*>(ring) + threadIdx.x;
 #pragma unroll 1
-  for (int other = 0; other < share.cluster; ++other, from += share.most_blocks * (kRows * 2)) {
+  for (int other = 0; other < share.cluster; ++other, from += share.most_blocks * (S::kRows * 2)) {
 #pragma unroll
-    for (int i = 0; i < kMost / 8; ++i) {
-      const float4 v = from[i * (kRows * 2)];
+    for (int i = 0; i < kBlocks; ++i) {
+      const float4 v = from[i * (S::kRows * 2)];
       sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
     }
   }
-  if constexpr (kTeams) {
+  if constexpr (S::kTeams) {
     if (share.team >= 0) {
       uint64_t* const word = share.word + me.warpgroup;
       float4* const at = share.partial + threadIdx.x;
       if (share.team == 0) {
 #pragma unroll
-        for (int i = 0; i < kMost / 8; ++i) {
-          at[i * (kRows * 2)] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+        for (int i = 0; i < kBlocks; ++i) {
+          at[i * (S::kRows * 2)] = {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
         }
         me.sync();
         if (me.thread() == 0) ptx::hand_over(word);
-        return;
+        return false;
       }
       while (!ptx::handed_over(word)) {
       }
       me.sync();
       if (me.thread() == 0) *word = 0;
 #pragma unroll
-      for (int i = 0; i < kMost / 8; ++i) {
-        const float4 v = __ldcg(at + i * (kRows * 2));
+      for (int i = 0; i < kBlocks; ++i) {
+        const float4 v = __ldcg(at + i * (S::kRows * 2));
         sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
       }
     }
   }
-  store(sums);
+  return true;
 }
 
 // What a thread finishes in turn i: four outputs of a token. first_sum: of a CTA's, every 16th.
@@ -665,7 +651,7 @@ __device__ __forceinline__ void finish_octets(const MatmulArgs& args, int64_t ba
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) sum[j] = fmaf(sum[j], share.unscale, bias[j]);
-    apply<true>(args.activation, sum);
+    apply(args.activation, sum, true);
     uint32_t pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) pairs[j] = from_float2<X>(sum[2 * j], sum[2 * j + 1]);
@@ -1401,13 +1387,19 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
     } else {
       ptx::named_sync<kAllMultiply, S::kWarpgroups * 128>();
     }
-    // Sums of at most `most` tokens, those that one of `ctas` CTAs finishes, leave: `rows` that there are. What is made
-    // here is made where it is used: what the others of a cluster wait for does not wait for it.
-    const auto store = [&](const auto& sums, auto most, int ctas, int rank, int rows, uint8_t* staged) {
-      const int64_t first = (batch * args.m + m0) * args.n;
-      const int outputs = static_cast<int>(args.n), n = n0 + warpgroup * kTileN;
+    // Sums of at most `count` tokens, those that one of `ctas` CTAs finishes, leave: `rows` that there are. Rounded
+    // they do by way of shared memory, in parts, so that the first leave while the next are rounded, or are staged
+    // alone where rows may have any address. What is made here is made where it is used: what the others of a cluster
+    // wait for does not wait for it.
+    int rows = tokens;
+    const int outputs = static_cast<int>(args.n), first_output = n0 + warpgroup * kTileN;
+    const int64_t first = (batch * args.m + m0) * args.n;
+    const auto places = [&](int ctas, int rank) {
+      return [=](int i) { return ((me.stored_row() / 8 + 2 * i) * ctas + rank) * 8 + me.stored_row() % 8; };
+    };
+    const auto store = [&](const auto& sums, auto count, int ctas, int rank) {
       if (wide) {
-        constexpr int kOfLane = (most.value + 31) / 32;
+        constexpr int kOfLane = (count.value + 31) / 32;
         const auto token_of = [&](int row) { return (row / 8 * ctas + rank) * 8 + row % 8; };
         // What undoes the powers of two of float32 activations: each lane's of every 32, all on their way at once.
         [[maybe_unused]] float powers[kOfLane];
@@ -1417,8 +1409,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
 #pragma unroll
           for (int i = 0; i < kOfLane; ++i) powers[i] = from[min(token_of(32 * i + lane), tokens - 1)];
         }
-        me.template store_wide<most.value>(
-            sums, bias, outputs, static_cast<float*>(args.y) + first, n, rows, [&](int j, int c) {
+        me.template store_wide<count.value>(
+            sums, bias, outputs, static_cast<float*>(args.y) + first, first_output, rows, [&](int j, int c) {
               const int of_eight = t * 2 + c;
               tiles::Column column{(j * ctas + rank) * 8 + of_eight, kUnscale};
               if constexpr (S::Source::kPieces > 1) {
@@ -1427,48 +1419,59 @@ __global__ void __launch_bounds__(S::kThreads, S::kCtas)
               return column;
             });
       } else if constexpr (S::Source::kPieces == 1) {
-        store_rows<X, most.value>(me, sums, kUnscale, bias, ctas, rank, rows, staged,
-                                  static_cast<uint16_t*>(args.y) + first, n, outputs);
+        const auto pack = [&](int i) {
+          const float of_output = bias[i % 4 / 2];
+          return from_float2<X>(fmaf(sums[i], kUnscale, of_output), fmaf(sums[i + 1], kUnscale, of_output));
+        };
+        me.template store_placed<count.value, kStoredTokens, false, true, true>(
+            outputs, static_cast<uint16_t*>(args.y) + first, first_output, rows,
+            reinterpret_cast<float*>(ring + staged_at), pack, places(ctas, rank));
       }
     };
     if (lines && cluster == 1) {
-      store(acc, std::integral_constant<int, S::kTokens>{}, 1, 0, tokens, ring + staged_at);
-      if (paired) ptx::cluster_wait();
-      return;
-    }
-    int owner = 0, at_block = rank * blocks.most;
-    const bool alone = (S::Source::kWindows || !S::kShares) && cluster == 1;
-    if (alone) {
-      float4* const to = reinterpret_cast<float4*>(ring) + warp * 32 + lane;
+      store(acc, std::integral_constant<int, S::kTokens>{}, 1, 0);
+    } else {
+      int owner = 0, at_block = rank * blocks.most;
+      const bool alone = (S::Source::kWindows || !S::kShares) && cluster == 1;
+      if (alone) {
+        float4* const to = reinterpret_cast<float4*>(ring) + warp * 32 + lane;
+#pragma unroll
+        for (int i = 0; i < S::kTokens / 8; ++i) {
+          to[i * S::kWarpgroups * 128] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+        }
+      }
 #pragma unroll
       for (int i = 0; i < S::kTokens / 8; ++i) {
-        to[i * S::kWarpgroups * 128] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+        if (alone || i >= token_blocks) break;
+        uint8_t* const to = ring + ((at_block * S::kWarpgroups * 4 + warp) * 32 + lane) * 16;
+        const float4 v = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+        if (owner != rank) {
+          ptx::store_async_at_rank(to, v, received, owner);
+        } else {
+          *reinterpret_cast<float4*>(to) = v;
+        }
+        if (++owner == cluster) {
+          owner = 0;
+          ++at_block;
+        }
+      }
+      ptx::warp_arrive(received, lane);
+      if (S::kShares && lines) {
+        ptx::barrier_wait(received, 0);
+        const bool has_last = (blocks.mine - 1) * cluster + rank == token_blocks - 1;
+        rows = blocks.mine * 8 - (has_last ? token_blocks * 8 - tokens : 0);
+        staged_at = S::kStages * S::kStageBytes - (S::kWarpgroups - warpgroup) * S::kMostOfRank * kTileN * 2;
+        float sums[S::kMostOfRank / 2];
+        if (!add_up<S>(me, own_share(), ring, sums)) rows = 0;
+        store(sums, std::integral_constant<int, S::kMostOfRank>{}, cluster, rank);
       }
     }
-#pragma unroll
-    for (int i = 0; i < S::kTokens / 8; ++i) {
-      if (alone || i >= token_blocks) break;
-      uint8_t* const to = ring + ((at_block * S::kWarpgroups * 4 + warp) * 32 + lane) * 16;
-      const float4 v = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
-      if (owner != rank) {
-        ptx::store_async_at_rank(to, v, received, owner);
-      } else {
-        *reinterpret_cast<float4*>(to) = v;
-      }
-      if (++owner == cluster) {
-        owner = 0;
-        ++at_block;
-      }
+    if (S::Source::kPieces == 1 && lines && !wide && outputs % 8 != 0) {
+      me.store_any(outputs, static_cast<uint16_t*>(args.y) + first, first_output, 0, rows,
+                   reinterpret_cast<const uint4*>(ring + staged_at), places(cluster, rank));
     }
-    ptx::warp_arrive(received, lane);
-    if (S::kShares && lines) {
-      ptx::barrier_wait(received, 0);
-      const bool has_last = (blocks.mine - 1) * cluster + rank == token_blocks - 1;
-      const int rows = blocks.mine * 8 - (has_last ? token_blocks * 8 - tokens : 0);
-      const int staged = S::kStages * S::kStageBytes - (S::kWarpgroups - warpgroup) * S::kMostOfRank * kTileN * 2;
-      finish_rows<S::kWarpgroups, S::kMostOfRank, S::kTeams>(me, own_share(), ring, [&](const auto& sums) {
-        store(sums, std::integral_constant<int, S::kMostOfRank>{}, cluster, rank, rows, ring + staged);
-      });
+    if (lines) {
+      if (paired) ptx::cluster_wait();
       __syncwarp();  // ptxas lets what follows write to registers of the whole warp (docs/performance.md, log 173)
     }
   }

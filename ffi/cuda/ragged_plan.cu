@@ -130,6 +130,7 @@ Work own_work(const RaggedArgs& args, int tile_rows) {
 
 cudaError_t plan(const RaggedArgs& args, int tile_rows, bool in_scratch, int shared_per_block, cudaStream_t stream,
                  Work* work) {
+  if ((tile_rows & (tile_rows - 1)) != 0) return cudaErrorInvalidValue;  // as tiles_of wants
   *work = own_work(args, tile_rows);
   const bool ids = args.row_mode == RowMode::kIds;
   if (!in_scratch && (ids ? args.m <= kOwnIds : args.experts <= kOwnExperts)) return cudaSuccess;

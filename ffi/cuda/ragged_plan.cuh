@@ -25,7 +25,10 @@ __device__ __forceinline__ int x_row(const Work& work, int row) {
   return work.repeat.divide(row, &rest);
 }
 
-__device__ __forceinline__ int tiles_of(int rows, int tile_rows) { return (rows + tile_rows - 1) / tile_rows; }
+// Of a power of two of rows: no division, which there is one of for every expert before the first weights are copied.
+__device__ __forceinline__ int tiles_of(int rows, int tile_rows) {
+  return (rows + tile_rows - 1) >> (__ffs(tile_rows) - 1);
+}
 
 // Sums over the lanes up to this one, at most `limit`.
 __device__ __forceinline__ unsigned sum_to_lane(unsigned value, unsigned limit) {
@@ -143,6 +146,7 @@ __device__ inline Plan get_plan(const Work& work, uint8_t* shared) {
   const int* const order = work.row_mode == RowMode::kIds ? planned_order(work) : nullptr;
   const Counts found = *work.counts;
   if (found.spans > min(work.experts, kOwnExperts) + 1) return {planned, order, found.spans, found.tiles};
+#pragma unroll 1
   for (int i = threadIdx.x; i < found.spans; i += blockDim.x) {
     *reinterpret_cast<int4*>(spans + i) = reinterpret_cast<const int4*>(planned)[i];
   }
@@ -160,6 +164,7 @@ __device__ __forceinline__ int height_of(const Span& span, int tile_rows) {
 __device__ inline bool all_alike(const Span* spans, int count, int tile_rows) {
   const int first = height_of(spans[0], tile_rows);
   bool alike = true;
+#pragma unroll 1
   for (int i = threadIdx.x % 32; i < count; i += 32) alike &= height_of(spans[i], tile_rows) == first;
   return __all_sync(kAllLanes, alike);
 }
@@ -171,11 +176,13 @@ __device__ inline void sort_spans(Span* spans, int count, int tile_rows) {
   Span* const sorted = spans + count;
   const auto height = [&](int i) { return i < count ? height_of(spans[i], tile_rows) : 0; };
   int at[kHeights + 1] = {};  // where those of a height begin
+#pragma unroll 1
   for (int base = 0; base < count; base += 32) {
     const int mine = height(base + lane);
 #pragma unroll
     for (int h = 1; h <= kHeights; ++h) at[h - 1] += __popc(__ballot_sync(kAllLanes, mine >= h));
   }
+#pragma unroll 1
   for (int base = 0; base < count; base += 32) {
     const int mine = height(base + lane);
 #pragma unroll
@@ -187,6 +194,7 @@ __device__ inline void sort_spans(Span* spans, int count, int tile_rows) {
   }
   __syncwarp();
   int tiles = 0;
+#pragma unroll 1
   for (int base = 0; base < count; base += 32) {
     const int i = base + lane, mine = i < count ? tiles_of(sorted[i].rows, tile_rows) : 0;
     const int to = static_cast<int>(sum_to_lane(mine, 0x7fffffffu));
@@ -206,15 +214,18 @@ __device__ inline void sort_tiles(Span* spans, int count, int tile_rows) {
   const auto tail_of = [&](int i) { return i < count ? spans[i].rows & (tile_rows - 1) : 0; };
   const auto height = [&](int i) { return tiles_of(tail_of(i), tile_rows / kHeights); };
   int tiles = 0, at[kHeights + 1] = {};  // where tails of a height begin
+#pragma unroll 1
   for (int base = 0; base < count; base += 32) {
-    const int i = base + lane, whole = i < count ? spans[i].rows / tile_rows : 0;
+    const int i = base + lane, whole = i < count ? spans[i].rows >> (__ffs(tile_rows) - 1) : 0;
     const int to = static_cast<int>(sum_to_lane(whole, 0x7fffffffu));
     if (i < count) spans[count + i] = {spans[i].expert, spans[i].first, whole * tile_rows, tiles + to - whole};
     tiles += __shfl_sync(kAllLanes, to, 31);
 #pragma unroll
     for (int h = 1; h <= kHeights; ++h) at[h - 1] += __popc(__ballot_sync(kAllLanes, height(i) >= h));
   }
+#pragma unroll 1
   for (int i = at[0] + lane; i < count; i += 32) spans[2 * count + i] = {-1, 0, 0, 0x7fffffff};  // no tail
+#pragma unroll 1
   for (int base = 0; base < count; base += 32) {
     const int i = base + lane, mine = height(i);
 #pragma unroll
@@ -318,7 +329,7 @@ enum class Search { kFound, kNone, kOther };
 template <typename Pick>
 __device__ __forceinline__ Search find_in_sizes(const Work& work, Pick&& pick, OneTile* found) {
   const int lane = threadIdx.x % 32, log2_rows = __ffs(work.tile_rows) - 1;
-  const auto tiles_in = [&](int rows) { return (rows + work.tile_rows - 1) >> log2_rows; };
+  const auto tiles_in = [&](int rows) { return tiles_of(rows, work.tile_rows); };
   int rows[kSizesOfLane];
 #pragma unroll
   for (int i = 0; i < kSizesOfLane; ++i) {

@@ -29,7 +29,7 @@ struct Work {
   RowMode row_mode;
   int experts, m;
   Divisor repeat;
-  int tile_rows;
+  int tile_rows;   // a power of two
   Counts* counts;  // of the plan in scratch; null where CTAs plan for themselves
 };
 

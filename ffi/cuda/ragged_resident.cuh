@@ -256,10 +256,11 @@ struct Segment {
 template <int kThreads>
 __device__ __forceinline__ void fill_zeros(const Params& params, const Segment& of, const ragged::OneTile& rows) {
   const int first = of.first_strip * kUnitOutputs, outputs = min(of.strips * kUnitOutputs, params.outputs - first);
+#pragma unroll 1
   for (int i = 0; i < of.rows; ++i) {
     const int64_t at = static_cast<int64_t>(rows.row(i)) * params.outputs + first;
-    for (int n = threadIdx.x; n < outputs; n += kThreads)
-      store_element(params.args.y, at + n, 0.f, params.args.y_dtype);
+#pragma unroll 1
+    for (int n = threadIdx.x; n < outputs; n += kThreads) store_zero(params.args.y, at + n, params.args.y_dtype);
   }
   __syncthreads();  // `rows` may be in shared memory
 }
@@ -298,7 +299,7 @@ __device__ __forceinline__ void add_slices(const Params& params, const Segment& 
     if (__builtin_expect(plain && params.changes_sums, 0)) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sum[i] += bias[i / 2];
-      apply<!S::kSplit>(args.activation, sum);
+      apply(args.activation, sum, !S::kSplit);
     }
     if (S::kSplit && plain) {
 #pragma unroll

@@ -654,11 +654,17 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
 #pragma unroll
           for (float& value : values) value *= undo;
           if constexpr (S::kRepeats) {
-#pragma unroll
+        // One after the other: the first joins the end.
+#pragma unroll 1
             for (int j = 0; j < 8; ++j) {
-              if (isfinite(values[j]) || n + j >= args.n) continue;
-              const int x_row = ragged::x_row(params.work, plan.row(at));
-              values[j] = exact_sum<S::kTable>(args, tile.expert, x_row, n + j, 0, args.k);
+              float first = values[0];
+              if (!isfinite(first) && n + j < args.n) {
+                const int x_row = ragged::x_row(params.work, plan.row(at));
+                first = exact_sum<S::kTable>(args, tile.expert, x_row, n + j, 0, args.k);
+              }
+#pragma unroll
+              for (int i = 0; i < 7; ++i) values[i] = values[i + 1];
+              values[7] = first;
             }
           }
           wonly::finish(of, plan.row(at), n, values, biases);
@@ -674,9 +680,10 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
                        uniform(note->strips)};
     const int outputs = static_cast<int>(min(static_cast<int64_t>(tile.strips * kTileN), args.n - tile.n0));
     if (tile.expert < 0 || outputs <= 0) {  // rows without one, or nothing
+#pragma unroll 1
       for (int i = 0; i < tile.rows; ++i) {
         const int64_t to = plan.row(tile.first + i) * args.n + tile.n0;
-        if (static_cast<int>(threadIdx.x) < outputs) store_element(args.y, to + threadIdx.x, 0.f, args.y_dtype);
+        if (static_cast<int>(threadIdx.x) < outputs) store_zero(args.y, to + threadIdx.x, args.y_dtype);
       }
       ring.release(ring.at.slot);
       ring.at.advance();
@@ -684,6 +691,7 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
     }
     if (warpgroup * kTileN >= outputs) {
       const int stages = static_cast<int>(ceil_div(args.k, kStageK));
+#pragma unroll 1
       for (int index = 0; index < stages; ++index) {
         ring.wait_full();
         ring.release(ring.at.slot);

@@ -189,6 +189,7 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
       const int x_bytes = whole_boxes(columns) * kStageK * 2;
       const int x_batch = args.x_batch_stride == 0 ? 0 : tile.weights;
       const auto copies = source.copies(tile, columns, rank);
+#pragma unroll 1
       for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
         ring.wait_empty();
         if (!ptx::elect_one()) continue;
@@ -199,6 +200,7 @@ __device__ __forceinline__ void copy_stages(const Params<typename S::Source>& pa
       const int64_t strip_words = static_cast<int64_t>(strips.k_tiles) * kTileWords;
       const int64_t tap_words = strips.n_tiles * strip_words;
       const uint32_t* from = strips.words + walk.tap * tap_words + walk.stage * (S::kTiles * kTileWords);
+#pragma unroll 1
       for (int stage = tile.first_stage; stage < tile.end_stage; ++stage, ring.advance()) {
         ring.wait_empty();
         if (ptx::elect_one()) {
@@ -317,6 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           };
           fetch();
           Affine affine[2];
+#pragma unroll 1
           for (int stage = tile.first_stage, made = -1; stage < tile.end_stage; ++stage, walk.next(), ring.advance()) {
             ring.wait_empty();
             Affine* to = reinterpret_cast<Affine*>(ring.stage() + S::kAffineAt) + first;
@@ -385,6 +388,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             ++stage;
           }
           if (stage < tile.end_stage) fetch();
+#pragma unroll 1
           for (; stage < tile.end_stage; stage += 2) {
             ring.wait_empty();
             Affine* const to = reinterpret_cast<Affine*>(ring.stage() + S::kAffineAt) + lane;
@@ -606,7 +610,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           // Apart from what all tiles come by, which it would cut into pieces.
 #pragma unroll
           for (int i = 0; i < kTileRows / 2; ++i) acc[i] = fmaf(acc[i], unscale, bias[i % 4 / 2]);
-          apply<true>(args.activation, acc);
+          apply(args.activation, acc, true);
           unscale = 1.f, bias[0] = bias[1] = 0.f;
         }
         const auto pack = [&](int i) {
@@ -648,9 +652,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (tile.weights >= 0) prefetch_bias(args, tile.weights, tile.n0, kOutputs, threadIdx.x);
       if (tile.weights < 0) {
         const int outputs = static_cast<int>(max(min(int64_t{kOutputs}, args.n - tile.n0), int64_t{0}));
+#pragma unroll 1
         for (int i = 0; i < tile.rows; ++i) {
           const int64_t to = source.row(tile, i) * args.n + tile.n0;
-          if (static_cast<int>(threadIdx.x) < outputs) store_element(args.y, to + threadIdx.x, 0.f, args.y_dtype);
+          if (static_cast<int>(threadIdx.x) < outputs) store_zero(args.y, to + threadIdx.x, args.y_dtype);
         }
         ring.release(ring.at.slot, lane, ctas);
         ring.advance();
