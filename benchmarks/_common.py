@@ -15,6 +15,10 @@ import jax
 def require_gpu(script: str) -> None:
     if (platform := jax.devices()[0].platform) != "gpu":
         sys.exit(f"benchmarks/{script} needs an NVIDIA GPU; JAX has {platform}")
+    from jax_wonly import _ffi  # which benchmarks/build.py builds
+
+    if _ffi.status().cuda_quick:
+        sys.exit(f"benchmarks/{script} needs kernels as users have them; these were {_ffi.SLOW_BUILD}")
 
 
 def add_timing(parser: argparse.ArgumentParser, rounds: int, calls: int) -> None:

@@ -1,10 +1,11 @@
 """Times what a user waits for a wheel of this package, with the CUDA kernels and without, and says how large it is.
 
-    python benchmarks/build.py [--architectures off 90a-real ...] [--no-isolation] [--output FILE] [--append]
+    python benchmarks/build.py [--architectures off 90a-real ...] [--quick] [--no-isolation] [--output FILE] [--append]
 
 Each wheel is made by `pip wheel` from nothing, its isolated environment included, or, without a network, with the
 packages that are installed (``--no-isolation``). The compilers use all cores that the process may (``taskset``). With
-kernels it needs nvcc on the PATH. ``cpu_seconds`` is what the processes used, whoever shares the machine.
+kernels it needs nvcc on the PATH; ``--quick`` leaves most optimizations of those out, as JAX_WONLY_CUDA_QUICK does.
+``cpu_seconds`` is what the processes used, whoever shares the machine.
 """
 
 import argparse
@@ -30,9 +31,12 @@ def processor() -> str:
     return named[1] if named else ""
 
 
-def build(architectures: str, isolated: bool) -> dict:
+def build(architectures: str, isolated: bool, quick: bool) -> dict:
     cuda = architectures != "off"
-    environment = os.environ | {"JAX_WONLY_CUDA": "ON" if cuda else "OFF"}
+    environment = os.environ | {
+        "JAX_WONLY_CUDA": "ON" if cuda else "OFF",
+        "JAX_WONLY_CUDA_QUICK": "ON" if quick else "OFF",
+    }
     if cuda:
         environment["JAX_WONLY_CUDA_ARCHITECTURES"] = architectures
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +50,7 @@ def build(architectures: str, isolated: bool) -> dict:
             sizes = {Path(item.filename).name.split(".")[0]: item.file_size for item in archive.infolist()}
         megabytes = {name: round(sizes.get(name, 0) / 1e6, 1) for name in ("_cpu", "_cuda")}
         return {
-            "architectures": architectures,
+            "architectures": architectures + (", quick" if quick else ""),
             "seconds": round(seconds),
             "cpu_seconds": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime),
             "cpu_mb": megabytes["_cpu"],
@@ -59,6 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", nargs="+", default=["off", "90a-real"])
     parser.add_argument("--no-isolation", action="store_true", help="build with the packages that are installed")
+    parser.add_argument("--quick", action="store_true", help="kernels without most optimizations")
     add_results(parser, RESULTS)
     args = parser.parse_args()
     machine = {
@@ -73,7 +78,7 @@ def main() -> None:
         report = json.loads(args.output.read_text())
     rows = report["rows"]
     for architectures in args.architectures:
-        rows.append(machine | build(architectures, not args.no_isolation))
+        rows.append(machine | build(architectures, not args.no_isolation, args.quick))
         print(rows[-1])
         args.output.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -646,6 +646,9 @@ NB_MODULE(_cuda, m) {
   m.def("architectures", &wonly::architectures,
         "CUDA architectures that the kernels were compiled for, as '90a-real'.");
   m.def(
+      "quick", [] { return WONLY_CUDA_QUICK != 0; },
+      "Whether the kernels were compiled without most optimizations: right but slow, for development.");
+  m.def(
       "dispatch", [] { return wonly::kNewestArchitecture; },
       "Newest architecture whose kernels are taken, as 80 for 8.0: of every GPU, unless the build says otherwise.");
 }

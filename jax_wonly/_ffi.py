@@ -24,6 +24,7 @@ from jax_wonly._validate import check_choice
 # XLA's custom-call platform names for the two modules.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 IMPLEMENTATIONS = ("xla", "cpu", "cuda", "dequantize")
+SLOW_BUILD = "built with JAX_WONLY_CUDA_QUICK, without most optimizations: slow"
 
 _lock = threading.Lock()
 _reasons: dict[str, str | None] | None = None
@@ -37,6 +38,8 @@ class Status:
     Attributes:
       cpu, cuda: whether the platform's kernels are registered.
       cpu_reason, cuda_reason: why they are not, or None.
+      cuda_quick: whether the CUDA kernels were compiled without most optimizations, by ``JAX_WONLY_CUDA_QUICK``: right
+        but slow.
       jaxlib: the version of the running jaxlib.
       ffi_api: that of its FFI API, such as ``(0, 4)``.
 
@@ -50,19 +53,20 @@ class Status:
     cuda: bool
     cpu_reason: str | None
     cuda_reason: str | None
+    cuda_quick: bool
     jaxlib: str
     ffi_api: tuple[int, int]
 
     def __str__(self) -> str:
-        def line(name: str, ok: bool, reason: str | None) -> str:
-            return f"{name}: {'kernels registered' if ok else f'XLA implementation ({reason})'}"
+        def line(name: str, ok: bool, reason: str | None, more: str = "") -> str:
+            return f"{name}: {f'kernels registered{more}' if ok else f'XLA implementation ({reason})'}"
 
         api = ".".join(map(str, self.ffi_api))
         return "\n".join(
             (
                 f"jaxlib {self.jaxlib} (FFI API {api})",
                 line("cpu", self.cpu, self.cpu_reason),
-                line("cuda", self.cuda, self.cuda_reason),
+                line("cuda", self.cuda, self.cuda_reason, f" ({SLOW_BUILD})" if self.cuda_quick else ""),
             )
         )
 
@@ -143,6 +147,7 @@ def status() -> Status:
         cuda=reasons["cuda"] is None,
         cpu_reason=reasons["cpu"],
         cuda_reason=reasons["cuda"],
+        cuda_quick=reasons["cuda"] is None and importlib.import_module("jax_wonly._cuda").quick(),
         jaxlib=jaxlib_version,
         ffi_api=runtime_ffi_api(),
     )

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,6 +46,19 @@ def test_status():
     assert "cpu: kernels registered" in str(status)
     if not status.cuda:
         assert "cuda" in str(status) and status.cuda_reason
+        assert not status.cuda_quick
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_status_of_a_quick_build(monkeypatch, quick):
+    """Who times kernels that were built to be compiled quickly is told so."""
+    module = types.ModuleType("jax_wonly._cuda")
+    monkeypatch.setattr(module, "quick", lambda: quick, raising=False)
+    monkeypatch.setitem(sys.modules, "jax_wonly._cuda", module)
+    monkeypatch.setattr(_ffi, "_reasons", _ffi.ensure_registered() | {"cuda": None})
+    status = jw.status()
+    assert status.cuda and status.cuda_quick == quick
+    assert str(status).endswith("slow)" if quick else "cuda: kernels registered")
 
 
 def test_runtime_api_version():

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     report = {
         "device": jax.devices()[0].device_kind if on_gpu else cpu_model(),
         "jax": jax.__version__,
-        "jax_wonly": __version__,
+        "jax_wonly": __version__ + (f" ({_ffi.SLOW_BUILD})" if on_gpu and _ffi.status().cuda_quick else ""),
         "timed": "kernels, CUPTI" if on_gpu else "calls by turns, on the clock",
         "rows": rows,
     }

@@ -46,7 +46,7 @@ def gather() -> dict[str, Any]:
             if name == "cpu":
                 found |= {"instruction_sets": module.isas(), "chosen": module.active_isa()}
             else:
-                found["architectures"] = list(module.architectures())
+                found |= {"architectures": list(module.architectures()), "quick": module.quick()}
     devices = [
         {"platform": d.platform, "kind": cpu_model() if d.platform == "cpu" else d.device_kind} for d in jax.devices()
     ]
@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
             f"instruction sets {', '.join(module['instruction_sets'])}; {module['chosen']} chosen"
             if name == "cpu"
             else f"architectures {', '.join(module['architectures'])}"
+            + (f"; {_ffi.SLOW_BUILD}" if module["quick"] else "")
         )
         print(f"  {name}: {coloured('registered', 'green')}, {built}; {len(module['calls'])} custom calls")
     if facts["environment"]:
