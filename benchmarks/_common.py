@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 
 
-def require_gpu(script: str) -> None:
+def require_gpu(script: str, otherwise: str = "") -> None:
     if (platform := jax.devices()[0].platform) != "gpu":
-        sys.exit(f"benchmarks/{script} needs an NVIDIA GPU; JAX has {platform}")
+        sys.exit(f"benchmarks/{script} needs an NVIDIA GPU{otherwise}; JAX has {platform}")
     from jax_wonly import _ffi  # which benchmarks/build.py builds
 
     if _ffi.status().cuda_quick:

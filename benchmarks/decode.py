@@ -33,7 +33,7 @@ from jax_wonly.progress import progress
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "examples" / "llm"), str(ROOT / "benchmarks")]
-from _common import kept_rows, save  # noqa: E402
+from _common import kept_rows, require_gpu, save  # noqa: E402
 
 import llama  # noqa: E402
 
@@ -234,8 +234,8 @@ def main(arguments: list[str] | None = None) -> None:
     if min([args.rounds, *(args.batch or ())]) < 1:
         parser.error("--rounds and --batch must be 1 or more")
     device = jax.devices()[0]
-    if device.platform != "gpu" and not args.small:
-        sys.exit(f"benchmarks/decode.py needs an NVIDIA GPU or --small; JAX has {device.platform}")
+    if not args.small:
+        require_gpu("decode.py", " or --small")
     if device.platform != "gpu" and args.profile:
         sys.exit(f"--profile needs an NVIDIA GPU; JAX has {device.platform}")
     sizes = Sizes(SMALL, 64, 8, 32) if args.small else Sizes(llama.LLAMA_3_8B, 512, 64, 2048)

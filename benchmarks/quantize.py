@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from _common import require_gpu
 from jax.experimental.mosaic.gpu import profiler
 
 import jax_wonly as jw
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=20, help="calls of each kernel (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where to write the JSON (default: %(default)s)")
     args = parser.parse_args()
+    require_gpu("quantize.py")
 
     rows = []
     for k, n in SHAPES:

@@ -140,18 +140,17 @@ template <int kCount>
 __device__ __forceinline__ void load_some_elements(const void* array, DType type, int64_t first, int left,
                                                    float (&to)[kCount]) {
   uint32_t bits[kCount] = {};
+  // One address for all of them.
+  const auto load = [&](const auto* from) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (i < left) bits[i] = from[i];
+    }
+  };
   if (type == DType::kF32) {
-    const uint32_t* const from = static_cast<const uint32_t*>(array) + first;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i < left) bits[i] = from[i];
-    }
+    load(static_cast<const uint32_t*>(array) + first);
   } else {
-    const uint16_t* const from = static_cast<const uint16_t*>(array) + first;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (i < left) bits[i] = from[i];
-    }
+    load(static_cast<const uint16_t*>(array) + first);
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) to[i] = from_bits(bits[i], type);

@@ -25,9 +25,11 @@ __device__ __forceinline__ int x_row(const Work& work, int row) {
   return work.repeat.divide(row, &rest);
 }
 
-// Of a power of two of rows: no division, which there is one of for every expert before the first weights are copied.
+// A tile's rows are a power of two: no division, of which there would be one for every expert before the first weights
+// are copied.
+__device__ __forceinline__ int log2_of(int tile_rows) { return __ffs(tile_rows) - 1; }
 __device__ __forceinline__ int tiles_of(int rows, int tile_rows) {
-  return (rows + tile_rows - 1) >> (__ffs(tile_rows) - 1);
+  return (rows + tile_rows - 1) >> log2_of(tile_rows);
 }
 
 // Sums over the lanes up to this one, at most `limit`.
@@ -207,8 +209,7 @@ __device__ inline void sort_spans(Span* spans, int count, int tile_rows) {
 constexpr int kSortedTiles = (kOwnExperts - 2) / 3;
 constexpr int sorted_plan_bytes(int experts) { return plan_bytes(experts <= kSortedTiles ? 3 * experts + 2 : experts); }
 
-// One warp: behind the spans, what they have of whole tiles, then their tails by falling height. A tile's rows are a
-// power of two.
+// One warp: behind the spans, what they have of whole tiles, then their tails by falling height.
 __device__ inline void sort_tiles(Span* spans, int count, int tile_rows) {
   const int lane = threadIdx.x % 32;
   const auto tail_of = [&](int i) { return i < count ? spans[i].rows & (tile_rows - 1) : 0; };
@@ -216,7 +217,7 @@ __device__ inline void sort_tiles(Span* spans, int count, int tile_rows) {
   int tiles = 0, at[kHeights + 1] = {};  // where tails of a height begin
 #pragma unroll 1
   for (int base = 0; base < count; base += 32) {
-    const int i = base + lane, whole = i < count ? spans[i].rows >> (__ffs(tile_rows) - 1) : 0;
+    const int i = base + lane, whole = i < count ? spans[i].rows >> log2_of(tile_rows) : 0;
     const int to = static_cast<int>(sum_to_lane(whole, 0x7fffffffu));
     if (i < count) spans[count + i] = {spans[i].expert, spans[i].first, whole * tile_rows, tiles + to - whole};
     tiles += __shfl_sync(kAllLanes, to, 31);
@@ -328,8 +329,7 @@ constexpr int kSizedRows = 510;  // so that both sums over kSizes sizes, each cu
 enum class Search { kFound, kNone, kOther };
 template <typename Pick>
 __device__ __forceinline__ Search find_in_sizes(const Work& work, Pick&& pick, OneTile* found) {
-  const int lane = threadIdx.x % 32, log2_rows = __ffs(work.tile_rows) - 1;
-  const auto tiles_in = [&](int rows) { return tiles_of(rows, work.tile_rows); };
+  const int lane = threadIdx.x % 32, log2_rows = log2_of(work.tile_rows);
   int rows[kSizesOfLane];
 #pragma unroll
   for (int i = 0; i < kSizesOfLane; ++i) {
@@ -338,7 +338,7 @@ __device__ __forceinline__ Search find_in_sizes(const Work& work, Pick&& pick, O
   }
   uint32_t both = 0;  // rows, and tiles in the upper half
 #pragma unroll
-  for (int i = 0; i < kSizesOfLane; ++i) both += rows[i] | tiles_in(rows[i]) << 16;
+  for (int i = 0; i < kSizesOfLane; ++i) both += rows[i] | tiles_of(rows[i], work.tile_rows) << 16;
   const int sum = both & 0xffff, tiles = both >> 16;
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -348,7 +348,7 @@ __device__ __forceinline__ Search find_in_sizes(const Work& work, Pick&& pick, O
   const int rows_to = both & 0xffff, tiles_to = both >> 16;
   const int all = __shfl_sync(kAllLanes, rows_to, 31), of_experts = __shfl_sync(kAllLanes, tiles_to, 31);
   if (all > work.m) return Search::kOther;
-  const int count = of_experts + tiles_in(work.m - all), tile = picked(pick, count);
+  const int count = of_experts + tiles_of(work.m - all, work.tile_rows), tile = picked(pick, count);
   if (tile >= count) return Search::kNone;
   found->list = nullptr;
   found->members = 0;
@@ -369,7 +369,7 @@ __device__ __forceinline__ Search find_in_sizes(const Work& work, Pick&& pick, O
       expert += i;
     } else {
       first += rows[i];
-      skip -= tiles_in(rows[i]) << log2_rows;
+      skip -= tiles_of(rows[i], work.tile_rows) << log2_rows;
     }
   }
   found->expert = __shfl_sync(kAllLanes, expert, owner);

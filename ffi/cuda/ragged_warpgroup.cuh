@@ -653,8 +653,8 @@ struct Consumer : tiles::ConsumerOf<S::kWarpgroups> {
           const float undo = S::kPieces > 1 ? params.powers[at] : 1.f;
 #pragma unroll
           for (float& value : values) value *= undo;
+          // One after the other: the first joins the end.
           if constexpr (S::kRepeats) {
-        // One after the other: the first joins the end.
 #pragma unroll 1
             for (int j = 0; j < 8; ++j) {
               float first = values[0];

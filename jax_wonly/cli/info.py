@@ -46,7 +46,7 @@ def gather() -> dict[str, Any]:
             if name == "cpu":
                 found |= {"instruction_sets": module.isas(), "chosen": module.active_isa()}
             else:
-                found |= {"architectures": list(module.architectures()), "quick": module.quick()}
+                found |= {"architectures": list(module.architectures()), "quick": status.cuda_quick}
     devices = [
         {"platform": d.platform, "kind": cpu_model() if d.platform == "cpu" else d.device_kind} for d in jax.devices()
     ]
